@@ -27,7 +27,7 @@ from outpace.drafts.base import Draft
 from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
 from outpace.models.cuda_graphs import LENGTH, GraphTarget
 from outpace.models.decoder import Decoder, Target
-from outpace.ops.dispatch import find_device, find_kv_cache_dtype
+from outpace.ops.dispatch import find_activation_dtype, find_device, find_kv_cache_dtype
 from outpace.ops.sampling import generator
 from outpace.text.chat_format import ChatFormat, ChatPart
 from outpace.text.messages import FINAL
@@ -203,6 +203,7 @@ def load(
     *,
     layers: int | None = None,
     kv_cache_dtype: str = "auto",
+    activation_dtype: str = "auto",
     device: str = "cpu",
     deterministic: bool = False,
     sequences: int = 1,
@@ -214,7 +215,8 @@ def load(
     Args:
         name: A folder of safetensors, a GGUF file, or "default" for the embedded model.
         layers: Number of layers to keep, for debugging.
-        kv_cache_dtype: Of cached keys and values: "float32", "float16", "bfloat16"; "auto": as activations.
+        kv_cache_dtype: Of cached keys and values: "float32", "float16", "bfloat16"; "auto": by the device.
+        activation_dtype: Of what weights multiply: "float32", "bfloat16"; "auto": by the device.
         device: "cpu", "cuda", "cuda:N", or "auto": a GPU where there is one.
         deterministic: On a GPU, steps of one shape, so that drafts may be exact in bfloat16.
         sequences, length: A GPU must have memory for so many sequences of so many tokens.
@@ -227,9 +229,9 @@ def load(
             such dtype, the target cannot be divided so, or torchrun started another number of processes.
     """
     place, graphs, why = find_device(device), None, None
-    kv_dtype = find_kv_cache_dtype(kv_cache_dtype)
+    kv_dtype, dtype = find_kv_cache_dtype(kv_cache_dtype), find_activation_dtype(activation_dtype, place)
     if place.type == "cpu":
-        target, tokenizer = open_target(name, layers, tensor_parallel_size, kv_dtype)
+        target, tokenizer = open_target(name, layers, tensor_parallel_size, kv_dtype, dtype)
     elif tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
     else:

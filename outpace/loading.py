@@ -56,10 +56,11 @@ def open_target(
     layers: int | None = None,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: torch.dtype | None = None,
+    activation_dtype: torch.dtype = torch.float32,
 ) -> tuple[Decoder, Tokenizer]:
     """`layers`: number of layers to keep, for debugging. `tensor_parallel_size`: number of processes, started
-    by torchrun, of which each loads a part. `kv_cache_dtype`: of the target's caches. Stop tokens
-    of generation_config.json are added.
+    by torchrun, of which each loads a part. `kv_cache_dtype`: of the target's caches. `activation_dtype`: see
+    `Decoder.use_activation_dtype`. Stop tokens of generation_config.json are added.
 
     Raises ValueError where the tokenizer has ids that the model has no rows for, and where the target or the
     processes that run cannot be divided so.
@@ -68,6 +69,7 @@ def open_target(
     checkpoint = open_checkpoint(target_path(path))
     target, tokenizer = load_target(checkpoint, layers=layers, group=group), open_tokenizer(checkpoint)
     target.kv_cache_dtype = kv_cache_dtype
+    target.use_activation_dtype(activation_dtype)
     return _finished(checkpoint, target, tokenizer)
 
 

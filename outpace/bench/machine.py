@@ -146,6 +146,7 @@ def describe_target(target: Decoder) -> dict[str, Any]:
         "bytes": sum(t.nbytes for _, t in named_tensors(target)),
         "compute_dtype": str(target.dtype).removeprefix("torch."),
         "kv_cache_dtype": target.kv_cache_dtype_name,
+        "activation_dtype": target.activation_dtype_name,
         "fingerprint": fingerprint(target),
     }
 

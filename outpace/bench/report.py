@@ -163,6 +163,8 @@ def header(report: Report) -> list[str]:
         experts = f", {t['experts']} experts, {t['experts_per_token']} per token" if t["experts"] else ""
         dtype = t.get("kv_cache_dtype", t["compute_dtype"])
         kv = f", keys and values in {dtype}" if dtype != t["compute_dtype"] else ""
+        rounded = t.get("activation_dtype", t["compute_dtype"])
+        kv += f", activations in {rounded}" if rounded != t["compute_dtype"] else ""
         lines.append(
             f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
             f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']}"

@@ -81,7 +81,7 @@ def run_serve(
         addresses: dict[str, Address] = {}
         if any(key not in run for key, *_ in todo):
             length = settings.prompt_tokens + settings.new_tokens + 1
-            own = servers.outpace_serve(name, most, length, target.kv_cache_dtype_name)
+            own = servers.outpace_serve(name, target, most, length)
             addresses[OFF] = stack.enter_context(own).address
             addresses[ON] = addresses[OFF]
             if file:

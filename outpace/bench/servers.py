@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.models.decoder import Decoder
+
 LLAMA_SERVER = "llama-server"
 HOW_TO_GET = "make llama-server, or a build of llama.cpp on the PATH"
 START_SECONDS = 120
@@ -69,11 +71,13 @@ class Running:
 
 @contextmanager
 def outpace_serve(
-    name: str, rows: int, length: int, kv_cache_dtype: str, waiting: int = 10_000
+    name: str, target: Decoder, rows: int, length: int, waiting: int = 10_000
 ) -> Iterator[Running]:
-    """`outpace serve`, of `rows` sequences of `length` tokens. Raises OSError where it does not start."""
+    """`outpace serve`, of `rows` sequences of `length` tokens, in the dtypes of `target`. Raises
+    OSError where it does not start."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
-    options += ["--kv-cache-dtype", kv_cache_dtype]
+    options += ["--kv-cache-dtype", target.kv_cache_dtype_name]
+    options += ["--activation-dtype", target.activation_dtype_name]
     command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", str(waiting)]
     with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as server:
         yield server

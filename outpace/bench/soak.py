@@ -73,11 +73,11 @@ def run_soak(
     prompts, OSError where a server does not start."""
     ids = held_out_prompts(tokenizer, documents, 16, settings.prompt_tokens)
     prompts = [tokenizer.decode(prompt) for prompt in ids]
-    run, kv = Run(target, folder, settings=settings), target.kv_cache_dtype_name
+    run = Run(target, folder, settings=settings)
     with ExitStack() as stack:
         bar = stack.enter_context(Bar(console, "soak", BATCHES + 3))
         if "load" not in run or "killed" not in run:
-            first = stack.enter_context(servers.outpace_serve(name, settings.rows, settings.length, kv))
+            first = stack.enter_context(servers.outpace_serve(name, target, settings.rows, settings.length))
             asked = _reference(ids[0])
             run.once("load", lambda: _load(first, asked, prompts, settings, bar))
             bar.step("slow readers")
@@ -86,7 +86,7 @@ def run_soak(
             run.once("killed", lambda: _kill(first, asked, ids[0], settings))
         if "restarted" not in run:
             began = time.perf_counter()
-            again = stack.enter_context(servers.outpace_serve(name, 1, settings.length, kv, QUEUE))
+            again = stack.enter_context(servers.outpace_serve(name, target, 1, settings.length, QUEUE))
             same = text_of(again.address, _reference(ids[0])) == run["killed"]["text"]
             seconds = round(time.perf_counter() - began, 2)
             bar.step("a full queue")

@@ -51,6 +51,15 @@ KVCacheDtype = Annotated[
         "may differ between formats, and is the same with every draft.",
     ),
 ]
+ActivationDtype = Annotated[
+    str,
+    typer.Option(
+        "--activation-dtype",
+        help="Number format of activations where bfloat16 or MXFP4 weights multiply them: auto (float32 on a "
+        "CPU, bfloat16 on a GPU), float32 or bfloat16. bfloat16: faster prompts, batches and drafts on CPUs "
+        "with AVX512-BF16. The output may differ between formats, and is the same with every draft.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON output: one object instead of text.")]
 TensorParallel = Annotated[
     int,

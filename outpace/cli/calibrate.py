@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, KVCacheDtype, Target, app, console, integers, say
+from outpace.cli.app import ActivationDtype, AsJson, KVCacheDtype, Target, app, console, integers, say
 from outpace.cli.options import DraftOptions, with_options
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def calibrate(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of the costs.")] = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    activation_dtype: ActivationDtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Measure the cost of drafting and verifying on this machine, for --speculate auto.
@@ -64,7 +65,7 @@ def calibrate(
     for option, values in (("--contexts", lengths), ("--batches", sizes)):
         if min(values) < 1:
             raise ValueError(f"{option} {min(values)}: each must be at least 1")
-    model = load(target, kv_cache_dtype=kv_cache_dtype)
+    model = load(target, kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype)
     draft = options.load_draft(model)
     if draft is None:
         raise ValueError("there is nothing to calibrate without a draft: name one with --draft")

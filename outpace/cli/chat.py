@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from outpace.cli.app import KVCacheDtype, Target, app, console, read_text, say
+from outpace.cli.app import ActivationDtype, KVCacheDtype, Target, app, console, read_text, say
 from outpace.cli.generate import answer_note
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
@@ -68,6 +68,7 @@ def chat(
         int | None, typer.Option(help="Number of layers to run, for debugging. Default: all.")
     ] = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    activation_dtype: ActivationDtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Chat with a model; reasoning is dimmed, tool calls are marked.
@@ -89,7 +90,7 @@ def chat(
     functions = None if tools is None else _functions(tools)
     screen = Screen(console, Console(stderr=True))
     began = time.perf_counter()
-    model = load(path, layers=layers, kv_cache_dtype=kv_cache_dtype)
+    model = load(path, layers=layers, kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype)
     talk = open_chat(
         path,
         model.tokenizer,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.cli.app import (
+    ActivationDtype,
     AsJson,
     Deterministic,
     DeviceName,
@@ -76,6 +77,7 @@ def generate(
         int | None, typer.Option(help="Number of largest logits to show per token, for debugging.")
     ] = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    activation_dtype: ActivationDtype = "auto",
     device: DeviceName = "cpu",
     deterministic: Deterministic = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -118,6 +120,7 @@ def generate(
         target,
         layers=layers,
         kv_cache_dtype=kv_cache_dtype,
+        activation_dtype=activation_dtype,
         device=device,
         deterministic=deterministic,
         tensor_parallel_size=tensor_parallel_size,

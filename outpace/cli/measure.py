@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from outpace.cli.app import (
+    ActivationDtype,
     AsJson,
     Corpus,
     Deterministic,
@@ -50,14 +51,17 @@ class Job:
     corpus: Path | None
     shown: Console
     kv_cache_dtype: str
+    activation_dtype: str
     device: str | None
     deterministic: bool
 
     def open_target(self, path: str | None = None) -> "tuple[Decoder, Tokenizer]":
         from outpace.loading import open_target
-        from outpace.ops.dispatch import find_kv_cache_dtype
+        from outpace.ops.dispatch import find_activation_dtype, find_device, find_kv_cache_dtype
 
-        return open_target(path or self.target, kv_cache_dtype=find_kv_cache_dtype(self.kv_cache_dtype))
+        kv_cache_dtype = find_kv_cache_dtype(self.kv_cache_dtype)
+        activation_dtype = find_activation_dtype(self.activation_dtype, find_device("cpu"))
+        return open_target(path or self.target, None, 1, kv_cache_dtype, activation_dtype)
 
     def settings(self, cls: type[T]) -> T:
         return recipe_settings(cls, self.recipe, self.set_)
@@ -103,6 +107,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Short form of draft-context.")] = False,
     corpus: Corpus = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    activation_dtype: ActivationDtype = "auto",
     device: Annotated[
         str | None, typer.Option(help="Of the suite device: auto (its default), cpu, cuda, cuda:N or xla.")
     ] = None,
@@ -173,6 +178,7 @@ def bench(
         corpus,
         shown,
         kv_cache_dtype,
+        activation_dtype,
         device,
         deterministic,
     )
@@ -324,6 +330,7 @@ def _device(job: Job) -> Measured:
     model = load(
         job.target,
         kv_cache_dtype=job.kv_cache_dtype,
+        activation_dtype=job.activation_dtype,
         device=name,
         deterministic=job.deterministic,
         sequences=sequences,

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.app import Deterministic, DeviceName, KVCacheDtype, Target, app, out_of_memory, say
+from outpace.cli.app import (
+    ActivationDtype,
+    Deterministic,
+    DeviceName,
+    KVCacheDtype,
+    Target,
+    app,
+    out_of_memory,
+    say,
+)
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -52,6 +61,7 @@ def serve(
         int | None, typer.Option(min=1, max=128, help="Number of CPU threads. Default: torch's.")
     ] = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    activation_dtype: ActivationDtype = "auto",
     device: DeviceName = "cpu",
     deterministic: Deterministic = False,
 ) -> None:
@@ -80,6 +90,7 @@ def serve(
     model = load(
         target,
         kv_cache_dtype=kv_cache_dtype,
+        activation_dtype=activation_dtype,
         device=device,
         deterministic=deterministic,
         sequences=max_num_seqs,

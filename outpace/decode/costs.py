@@ -227,6 +227,7 @@ def machine(target: Decoder) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "dtype": str(target.dtype).removeprefix("torch."),
         "kv_cache_dtype": target.kv_cache_dtype_name,
+        "activation_dtype": target.activation_dtype_name,
         "kernels": "none" if cuda else built(),
         "torch": torch.__version__,
         "outpace": version("outpace"),

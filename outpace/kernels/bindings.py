@@ -116,21 +116,22 @@ def _matrix(w: Matrix) -> tuple[int, int]:
     return w.data.data_ptr(), BLOCKS_KIND[w.format]
 
 
-def linear(x: Tensor, w: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
+def linear(x: Tensor, w: Matrix, bias: Tensor | None = None, rounded: bool = False) -> Tensor:
+    """x [M, K] @ w [N, K].T + bias [N] -> [M, N]. `rounded`: x to bfloat16,
+    where w is in bfloat16 or MXFP4."""
     y = _empty(x.shape[0], w.shape[0])
-    _c.linear(pack_linear(x, w, bias, y))
+    _c.linear(pack_linear(x, w, bias, y, rounded))
     return y
 
 
-def pack_linear(x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> Any:
+def pack_linear(x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor, rounded: bool) -> Any:
     """y [M, N], its rows may lie apart."""
     (m, k), (n, columns) = x.shape, w.shape
     apart, one = y.stride()
     assert columns == k and x.is_contiguous() and y.shape == (m, n) and one == 1
     data, kind = _matrix(w)
     tensors = x.data_ptr(), data, kind, *_address_and_kind(bias), y.data_ptr()
-    return _c.Linear(*tensors, m, n, k, apart, _threads())
+    return _c.Linear(*tensors, m, n, k, apart, rounded, _threads())
 
 
 def expand(w: Quantised) -> Tensor:
@@ -345,15 +346,18 @@ def moe(
     alpha: float = 1.702,
     gate: Experts | None = None,
     gate_bias: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """x [M, C] through its experts idx [M, k], weighed and summed -> [M, C].
 
     up [E, 2F, C] and down [E, C, F] are float32, bfloat16, float16, MXFP4 pairs or GGUF blocks. style
     "gpt_oss": rows of up alternate gate and up, clamped; "silu": all gates, then all ups. Where `gate` is
-    given, it holds the gates and up the ups, both [E, F, C].
+    given, it holds the gates and up the ups, both [E, F, C]. `rounded`: what meets the weights to bfloat16,
+    where all of them are in bfloat16 or MXFP4.
     """
     y = torch.empty_like(x)
-    _c.moe(pack_moe(x, idx, weight, y, up, up_bias, down, down_bias, style, limit, alpha, gate, gate_bias))
+    rules = style, limit, alpha, gate, gate_bias
+    _c.moe(pack_moe(x, idx, weight, y, up, up_bias, down, down_bias, *rules, rounded=rounded))
     return y
 
 
@@ -371,6 +375,8 @@ def pack_moe(
     alpha: float,
     gate: Experts | None,
     gate_bias: Tensor | None,
+    *,
+    rounded: bool,
 ) -> Any:
     m, c = x.shape
     e, _, f = (down[0].shape[0], 0, down[1].shape[-1] * 32) if isinstance(down, tuple) else down.shape
@@ -385,7 +391,7 @@ def pack_moe(
     sizes = y.data_ptr(), m, c, f, e, idx.shape[1], rows, interleaved, clamped
     scales = limit, alpha if clamped else 1.0
     tensors = x.data_ptr(), idx.data_ptr(), weight.data_ptr()
-    return _c.Moe(*tensors, *experts, *sizes, *scales, _threads())
+    return _c.Moe(*tensors, *experts, *sizes, *scales, rounded, _threads())
 
 
 def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:

@@ -47,11 +47,11 @@ typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef const uint8_t *bytes;
 typedef const float *floats;
 typedef const void *any;  // float32, bfloat16 or float16, as the kind beside it says
-enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };  // of weights; MXFP4: as in safetensors
-enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
+enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, PAIRED };  // of weights; MXFP4: as in safetensors; PAIRED: see cpu_pairs.c
+enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows at once; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
-enum { UNITS = 48, SPREAD = 512 };                    // of a hidden layer, per item; values unpacked at a time
-enum { CACHED = 512, BEYOND = 1 << 22 };              // rows of x that stay in the second cache; bytes of a matrix that no cache keeps
+enum { ITEM = 48, SPREAD = 256 };                     // weight rows of an item, at least: of all tiles a multiple; values unpacked at a time
+enum { CACHED = 512, NEAR = 1 << 20, BEYOND = 1 << 22 };  // rows of x that stay in the second cache; bytes of weights that do; that no cache keeps
 
 // ---- vectors
 INLINE vf load(floats p) { return *(const vfu *)p; }
@@ -202,7 +202,7 @@ INLINE void mix(floats x, long k, float *y) {
     memcpy(y + k / 32 * 32 + k % 32 / 2, &even, 8 * sizeof(float)), memcpy(y + k / 32 * 32 + k % 32 / 2 + 16, &odd, 8 * sizeof(float));
 }
 INLINE long at(long kind, long k) {  // bytes before value k; shifts, because small matrices would feel a division
-    switch (kind) {
+    switch (kind < PAIRED ? kind : kind - PAIRED) {
         case F32: return 4 * k;
         case BF16: case F16: return 2 * k;
         case MXFP4: return k >> 1;
@@ -215,134 +215,8 @@ INLINE long at(long kind, long k) {  // bytes before value k; shifts, because sm
     }
 }
 #include "cpu_formats.c"
-
-typedef struct { bytes w, s; int64_t kind, k, apart; } Rows;  // weight rows of k values, `apart` values between them, s: MXFP4 scales
-
-// Values from..to of R rows of x times C weight rows; the last of cols stands in for missing ones.
-INLINE void tile(const int R, const int C, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every,
-                 vf *acc, float *sums) {
-    const int blocks = kind == MXFP4 || kind == GGML_MXFP4 || kind == Q8_0, step = blocks ? 32 : W, parts = step / W;
-    vf a[ROWS * COLS] = {{0}};
-    bytes w[COLS], s[COLS];
-    long k = from;
-    UNROLL for (int c = 0; c < C; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.apart), s[c] = m.s + MIN(c, cols - 1) * (m.apart >> 5);
-    if (from) UNROLL for (int i = 0; i < R * C; i++) a[i] = acc[i];
-    for (int wait = 1; k + step <= to; k += step) {
-        if (!--wait) {
-            UNROLL for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
-            ahead += 64, wait = every;
-        }
-        UNROLL for (int c = 0; c < C; c++) {
-            vf v[32 / W];
-            if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
-            else if (kind == GGML_MXFP4) unpack(w[c] + (k >> 5) * 17 + 1, w[c][(k >> 5) * 17], v);
-            else if (kind == Q8_0) UNROLL for (int j = 0; j < parts; j++) v[j] = q8_part(w[c] + (k >> 5) * 34, j * W);
-            else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : kind == F16 ? halves(w[c] + 2 * k) : widen(w[c] + 2 * k);
-            UNROLL for (int j = 0; j < parts; j++) {
-                if (R > 1) HOLD(v[j]);
-                UNROLL for (int r = 0; r < R; r++) a[r * C + c] += v[j] * load(x[r] + k + j * W);
-            }
-        }
-    }
-    if (k < to) {
-        float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
-        for (int r = 0; r < R; r++) for (long i = k; i < to; i++) xs[r][i - k] = x[r][i];
-        for (int c = 0; c < C; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
-        UNROLL for (int i = 0; i < R * C; i++) a[i] += load(ws[i % C]) * load(xs[i / C]);
-    }
-    if (to < m.k) UNROLL for (int i = 0; i < R * C; i++) acc[i] = a[i];
-    else sums_of(a, R * C, sums);
-}
-
-// Weight rows in a format the tile does not read: SPREAD values of each are unpacked into the first cache, for all rows of x.
-static void unpacked(const floats *x, int rows, const Rows *m, int cols, float *sums) {
-    vf acc[MOST * COLS];
-    float w[COLS * SPREAD] __attribute__((aligned(64)));
-    for (long k = 0; k < m->k; k += SPREAD) {
-        long to = MIN(k + SPREAD, m->k);
-        for (int c = 0; c < cols; c++) {
-            bytes row = m->w + c * at(m->kind, m->k), later = row + 2 * COLS * at(m->kind, m->k);
-            for (long b = at(m->kind, k); b < at(m->kind, to); b += 64) __builtin_prefetch(later + b, 0, 2);
-            expand(row, m->kind, k, to, w + c * SPREAD);
-        }
-        Rows these = {(bytes)w - 4 * k, 0, F32, m->k, SPREAD};
-        for (int i = 0; i < rows; i += ROWS) {
-            const floats *xs = x + i;
-            vf *a = acc + i * COLS;
-            float *y = sums + i * COLS;
-#define SPREADS(R) tile(R, COLS, F32, xs, these, cols, k, to, 0, INT32_MAX, a, y); break
-            switch (rows - i) { case 1: SPREADS(1); case 2: SPREADS(2); case 3: SPREADS(3); default: SPREADS(4); }
-        }
-    }
-}
-
-// sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
-static void block(const floats *x, int rows, const Rows *m, int cols, float *sums) {
-    vf acc[MOST * COLS];
-    if (m->kind > Q8_0) return unpacked(x, rows, m, cols, sums);
-    long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // row tiles share weights in the first cache
-    for (long k = 0; k < m->k; k += chunk) for (long i = 0; i < parts; i++) {   // each fetches its portion of the block after the next
-        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 || m->kind == F16 ? W : 32) * parts;
-        long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
-#define TILE(R, kind) tile(R, COLS, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
-#define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
-        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else if (m->kind == MXFP4) TILES(MXFP4)
-        else if (m->kind == F16) TILES(F16) else if (m->kind == Q8_0) TILES(Q8_0) else TILES(GGML_MXFP4)
-    }
-}
-
-// One row of x and weights that come from memory, which is read fastest one row after the other. Of weights in a cache the sums would be late:
-// each addition waits for the one before.
-static void streamed(const floats *x, const Rows *m, int cols, float *sums) {
-    for (int c = 0; c < cols; c++) {
-        Rows row = {m->w + c * at(m->kind, m->k), 0, m->kind, m->k, m->k};
-        long ahead = 2 * COLS * at(m->kind, m->k), every = 64 / at(m->kind, W);
-        float sum[16];
-#define STREAM(kind) tile(1, 1, kind, x, row, 1, 0, m->k, ahead, every, 0, sum)
-        if (m->kind == F32) STREAM(F32); else if (m->kind == BF16) STREAM(BF16); else STREAM(F16);
-        sums[c] = sum[0];
-    }
-}
-
-typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; float *y; int64_t M, N, K, apart, threads; } Linear;  // apart: values between rows of y
-INLINE void add(any bias, long kind, long n, int cols, float *sums, int rows) {  // bias[n..] to every row
-    float b[COLS] = {0};
-    for (int c = 0; bias && c < cols; c++) b[c] = get(bias, kind, n + c);
-    for (int r = 0; bias && r < rows; r++) UNROLL for (int c = 0; c < COLS; c++) sums[r * COLS + c] += b[c];
-}
-INLINE void place(float *to, const float *sums, int cols) {
-    if (cols == COLS) memcpy(to, sums, COLS * sizeof(float));
-    else for (int c = 0; c < cols; c++) to[c] = sums[c];
-}
-INLINE long some_columns(const Linear *o) {  // of one item: weights that a cache holds, and enough items for all threads
-    return MAX(1, MIN(65536 / (COLS * at(o->kind, o->K)), o->N / (COLS * 4 * o->threads))) * COLS;
-}
-static void products(const void *with, long item, long me) {
-    const Linear *o = with;
-    floats xs[MOST];
-    float sums[MOST * COLS + 16];
-    int wide = o->kind == F32 || o->kind == BF16 || o->kind == F16, alone = wide && o->M == 1 && o->N * at(o->kind, o->K) >= BEYOND;
-    for (long m = 0, some = some_columns(o); m < o->M; m += MOST) {
-        int rows = MIN(MOST, o->M - m);
-        for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
-        for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
-            int cols = MIN(COLS, o->N - n);
-            Rows weights = {(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K, o->K};
-            if (alone) streamed(xs, &weights, cols, sums);
-            else block(xs, rows, &weights, cols, sums);
-            add(o->bias, o->bias_kind, n, cols, sums, rows);
-            for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->apart + n, sums + r * COLS, cols);
-        }
-    }
-}
-void linear(const Linear *o) {
-    long some = some_columns(o);
-    for (Linear part = *o; part.M > 0; part.x += CACHED * o->K, part.y += CACHED * o->apart, part.M -= CACHED) {
-        Linear rows = part;
-        rows.M = MIN(part.M, CACHED);
-        each_item((o->N + some - 1) / some, products, &rows, team((double)o->N * o->K * (rows.M + 3), 6e4, o->threads));
-    }
-}
+#include "cpu_pairs.c"
+#include "cpu_products.c"
 
 // ---- rows
 static void norm(floats x, any w, long kind, long n, float eps, float *y) {

@@ -4,7 +4,7 @@ typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind, *in
 void route(const Route *o) {
     float *p = scratch(o->M * o->E), *weight = o->weight;
     int64_t *index = o->index;
-    linear(&(Linear){o->x, o->w, o->kind, o->bias, o->bias_kind, p, o->M, o->E, o->C, o->E, o->threads});
+    linear(&(Linear){o->x, o->w, o->kind, o->bias, o->bias_kind, p, o->M, o->E, o->C, o->E, 0, o->threads});
     for (long m = 0; m < o->M; m++, p += o->E, weight += o->k, index += o->k) {
         float top = -INFINITY, total = 0;
         vf mass = {0};
@@ -22,37 +22,37 @@ void route(const Route *o) {
 }
 
 typedef struct { bytes w, s; int64_t kind; any bias; int64_t bias_kind; } Experts;  // weights [E, n, k], bias [E, n]
-static void expert(const Experts *o, long row, long k, int cols, const floats *x, int rows, float *sums) {
-    block(x, rows, &(Rows){o->w + row * at(o->kind, k), o->s + row * (k / 32), o->kind, k, k}, cols, sums);
-    add(o->bias, o->bias_kind, row, cols, sums, rows);
-}
+static Rows rows_of(const Experts *o, long k, long kind, int far) { return (Rows){o->w, o->s, kind + o->kind, k, k, far}; }
 // Expert e's gates and ups begin `apart` * e rows into theirs; interleaved, they stand in turn in one matrix, which both name.
 typedef struct { floats x; const int64_t *index; floats weight; Experts gate, up, down; float *y; int64_t M, C, F, E, k, apart, interleaved, clamped;
-                 double limit, alpha; int64_t threads; } Moe;
-typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; } Plan;
+                 double limit, alpha; int64_t rounded, threads; } Moe;  // rounded: see cpu_pairs.c
+typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; Rows gate, up, down; int round; } Plan;
 
 static void up(const void *with, long item, long me) {  // some units of the hidden layer of one expert, for all its rows
     const Plan *p = with;
     const Moe *o = p->o;
-    long groups = (o->F + UNITS - 1) / UNITS, e = p->used[item / groups], f0 = item % groups * UNITS, units = MIN(UNITS, o->F - f0);
-    float sums[MOST * COLS + 16], raw[MOST][2 * UNITS], limit = o->limit;
+    long groups = (o->F + ITEM - 1) / ITEM, e = p->used[item / groups], f0 = item % groups * ITEM, units = MIN(ITEM, o->F - f0), row = o->apart * e;
+    int pairs = p->down.kind >= PAIRED;
+    float raw[MOST][2 * ITEM], limit = o->limit, *gates[MOST], *ups[MOST];
     floats xs[MOST];
+    for (int r = 0; r < MOST; r++) gates[r] = raw[r], ups[r] = raw[r] + units;
     for (long a = p->first[e]; a < p->first[e + 1]; a += MOST) {
         int rows = MIN(MOST, p->first[e + 1] - a);
-        for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * o->C;
-        for (int n = 0, cols; n < 2 * units; n += cols) {    // pairs; or gates, then ups
-            long row = o->apart * e + (o->interleaved ? 2 * f0 + n : f0 + n - (n < units ? 0 : units));
-            cols = MIN(COLS, (n < units ? units : 2 * units) - n);
-            expert(n < units ? &o->gate : &o->up, row, o->C, cols, xs, rows, sums);
-            for (int r = 0; r < rows; r++) place(raw[r] + n, sums + r * COLS, cols);
+        for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * x_apart(o->C, p->up.kind);
+        if (o->interleaved) dots(xs, gates, rows, &p->gate, row + 2 * f0, 2 * units, o->gate.bias, o->gate.bias_kind);
+        else {
+            dots(xs, gates, rows, &p->gate, row + f0, units, o->gate.bias, o->gate.bias_kind);
+            dots(xs, ups, rows, &p->up, row + f0, units, o->up.bias, o->up.bias_kind);
         }
         for (int r = 0; r < rows; r++) {
-            float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
+            float g[ITEM] = {0}, u[ITEM] = {0}, *to = p->h + p->order[a + r] * x_apart(o->F, p->down.kind);
             if (o->interleaved) for (int i = 0; i < units; i++) g[i] = raw[r][2 * i], u[i] = raw[r][2 * i + 1];
             else memcpy(g, raw[r], units * sizeof(float)), memcpy(u, raw[r] + units, units * sizeof(float));
             if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(limit, g[i]), u[i] = MAX(-limit, MIN(limit, u[i])) + 1.0f;  // the last one, where it is not a number
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
-            if (o->down.kind == MXFP4) for (long i = 0; i < units; i += 16) mix(g + i, f0 + i, to);  // F is a multiple of 32, UNITS of 16
+            if (p->round) round_row(g, units, pairs, pairs ? (void *)((uint16_t *)to + f0) : g);
+            if (pairs) continue;
+            if (o->down.kind == MXFP4) for (long i = 0; i < units; i += 16) mix(g + i, f0 + i, to);  // F is a multiple of 32, ITEM of 16
             else memcpy(to + f0, g, units * sizeof(float));
         }
     }
@@ -60,30 +60,29 @@ static void up(const void *with, long item, long me) {  // some units of the hid
 static void down(const void *with, long item, long me) {  // some columns of y, of all experts
     const Plan *p = with;
     const Moe *o = p->o;
-    long n = item * COLS;
-    float *mine = p->parts + me * p->A * COLS;
-    float sums[MOST * COLS + 16];
+    long n = item * ITEM, cols = MIN(ITEM, o->C - n);
+    float *mine = p->parts + me * p->A * ITEM, *ys[MOST];
     floats xs[MOST];
-    int cols = MIN(COLS, o->C - n);
     for (long i = 0; i < p->distinct; i++) for (long e = p->used[i], a = p->first[e]; a < p->first[e + 1]; a += MOST) {
         int rows = MIN(MOST, p->first[e + 1] - a);
-        for (int r = 0; r < rows; r++) xs[r] = p->h + p->order[a + r] * o->F;
-        expert(&o->down, o->C * e + n, o->F, cols, xs, rows, sums);
-        for (int r = 0; r < rows; r++) memcpy(mine + p->order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
+        for (int r = 0; r < rows; r++) xs[r] = p->h + p->order[a + r] * x_apart(o->F, p->down.kind), ys[r] = mine + p->order[a + r] * ITEM;
+        dots(xs, ys, rows, &p->down, o->C * e + n, cols, o->down.bias, o->down.bias_kind);
     }
     for (long m = 0; m < o->M; m++) {
-        float total[COLS] = {0};
-        for (long i = m * o->k; i < (m + 1) * o->k; i++) UNROLL for (int c = 0; c < COLS; c++) total[c] += o->weight[i] * mine[i * COLS + c];
-        place(o->y + m * o->C + n, total, cols);
+        float total[ITEM] = {0};
+        for (long i = m * o->k; i < (m + 1) * o->k; i++) for (int c = 0; c < cols; c++) total[c] += o->weight[i] * mine[i * ITEM + c];
+        memcpy(o->y + m * o->C + n, total, cols * sizeof(float));
     }
 }
 
 // y[m] = sum over i of weight[m, i] * (down . act(gate . x[m], up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation.
 void moe(const Moe *o) {
     long M = o->M, C = o->C, F = o->F, E = o->E, A = M * o->k;
-    int threads = team((double)A * C * F, 32768, o->threads);
-    float *h = scratch(A * F + M * C + threads * A * COLS + 2 * (A + 2 * E + 2)), *mixed = h + A * F, *parts = mixed + M * C;
-    long *first = (long *)((uintptr_t)(parts + threads * A * COLS + 1) & ~7ul), *used = first + E + 1, *order = used + E, distinct = 0;
+    int threads = team((double)A * C * F, 32768, o->threads), far = M > 1 || E * F * at(o->up.kind, C) > NEAR;
+    int round = rounds(o->rounded, o->gate.kind) && rounds(o->rounded, o->up.kind) && rounds(o->rounded, o->down.kind), kind = PAIRS && round ? PAIRED : 0;
+    long h_size = A * (F + 32), x_size = M * (C + 32);
+    float *h = scratch(h_size + 2 * x_size + threads * A * ITEM + 2 * (A + 2 * E + 2)), *x = h + h_size, *mixed = x + x_size, *parts = mixed + x_size;
+    long *first = (long *)((uintptr_t)(parts + threads * A * ITEM + 1) & ~7ul), *used = first + E + 1, *order = used + E, distinct = 0;
     memset(first, 0, (E + 1) * sizeof(long));  // the assignments of expert e become order[first[e]..first[e + 1] - 1]
     for (long a = 0; a < A; a++) first[o->index[a] + 1]++;
     for (long e = 0; e < E; e++) if (first[e + 1]) used[distinct++] = e;
@@ -91,8 +90,12 @@ void moe(const Moe *o) {
     for (long a = 0; a < A; a++) order[first[o->index[a]]++] = a;
     memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
-    if (o->up.kind == MXFP4) for (long c = 0; c < M * C; c += 16) mix(o->x + c, c, mixed);  // C is a multiple of 32
-    Plan plan = {o, o->up.kind == MXFP4 ? mixed : o->x, h, parts, first, used, order, distinct, A};
-    each_item(distinct * ((F + UNITS - 1) / UNITS), up, &plan, threads);
-    each_item((C + COLS - 1) / COLS, down, &plan, threads);
+    Plan plan = {o, o->x, h, parts, first, used, order, distinct, A, rows_of(&o->gate, C, kind, far), rows_of(&o->up, C, kind, far), rows_of(&o->down, F, kind, far), round};
+    if (round) plan.x = round_rows(o->x, M, C, kind, x, o->threads);
+    if (o->up.kind == MXFP4 && !kind) {
+        for (long c = 0; c < M * C; c += 16) mix(plan.x + c, c, mixed);  // C is a multiple of 32
+        plan.x = mixed;
+    }
+    each_item(distinct * ((F + ITEM - 1) / ITEM), up, &plan, threads);
+    each_item((C + ITEM - 1) / ITEM, down, &plan, threads);
 }

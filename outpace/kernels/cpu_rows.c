@@ -5,7 +5,6 @@ INLINE vf fetch(any p, long kind, long i, long n) {  // values i..i+W, of which 
     for (long j = 0; j < n; j++) v[j] = get(p, kind, i + j);
     return load(v);
 }
-INLINE vi rounded(vf v) { return (vi)(((vu)v + 0x7fff + (((vu)v >> 16) & 1)) >> 16); }  // to the nearest bfloat16, ties to even
 INLINE vi halved(vf v) {  // to the nearest float16, ties to even
 #if W == 16
     return (vi)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -44,9 +44,10 @@ def pack_rings(memories: Iterable[tuple[Tensor, Tensor] | None]) -> bytes:
 
 class Program:
     """Each method adds a kernel that reads and writes the given tensors, at every `run`; they are kept alive.
-    A kernel computes what its function in bindings.py does, to the bit."""
+    A kernel computes what its function in bindings.py does, to the bit. `rounded`: of all its products."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounded: bool = False) -> None:
+        self.rounded = rounded
         self._numbers = cases(sources())
         self._calls: list[tuple[int, ctypes.Array[ctypes.c_char]]] = []
         self._used: list[object] = []
@@ -65,7 +66,7 @@ class Program:
         self._packed = None
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
-        self.call("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
+        self.call("linear", bindings.pack_linear(x, w, bias, y, self.rounded), x, w, bias, y)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float, y: Tensor) -> None:
         self.call("rms_norm", bindings.pack_norm(x, w, eps, y), x, w, y)
@@ -96,8 +97,8 @@ class Program:
         self.call("route", bindings.pack_route(x, w, b, index, weight, **rules), x, w, b, index, weight)
 
     def moe(self, x: Tensor, index: Tensor, weight: Tensor, y: Tensor, *experts: Any) -> None:
-        """`experts`: what `bindings.pack_moe` takes after y."""
-        packed = bindings.pack_moe(x, index, weight, y, *experts)
+        """`experts`: what `bindings.pack_moe` takes after y, but for its last."""
+        packed = bindings.pack_moe(x, index, weight, y, *experts, rounded=self.rounded)
         self.call("moe", packed, x, index, weight, y, *experts)
 
     def places(self, start: Tensor, depth: Tensor | None, held: int, offset: int, positions: Tensor) -> None:

@@ -15,7 +15,8 @@ Layout = Literal["dense", "mxfp4", "split"]  # of experts; split: gates and ups 
 
 
 class Linear(nn.Module):
-    """weight [N, C] kept in the checkpoint's precision; the product is formed in x's."""
+    """weight [N, C] kept in the checkpoint's precision; the product is formed in x's. `rounded`: see
+    `use_activation_dtype`."""
 
     weight: Weight
 
@@ -23,9 +24,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.rounded = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.rounded)
 
 
 class Embedding(nn.Module):
@@ -115,6 +117,7 @@ class Experts(nn.Module):
         self.per_token = per_token
         self.limit = limit
         self.renormalise = renormalise
+        self.rounded = False
 
     def forward(self, x: Tensor, routing: list[Tensor] | None = None) -> Tensor:
         """x [B,T,C] -> [B,T,C]; router logits [B*T,E] are appended to `routing` where it is given."""
@@ -135,4 +138,13 @@ class Experts(nn.Module):
         """x [M,C], chosen and weights [M,k] -> [M,C]."""
         gate, up, down = self.gate, self.up, self.down
         gates = (None, None) if gate is None else (gate.data, gate.bias)
-        return run_experts(x, chosen, weights, up.data, up.bias, down.data, down.bias, self.limit, *gates)
+        matrices = up.data, up.bias, down.data, down.bias, self.limit, *gates
+        return run_experts(x, chosen, weights, *matrices, rounded=self.rounded)
+
+
+def use_activation_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """torch.bfloat16: what meets weights of bfloat16 or MXFP4 is rounded to it, but for a router's; sums,
+    attention, norms and what lies between layers stay as they are. torch.float32: nothing is rounded."""
+    for part in module.modules():
+        if isinstance(part, Linear | Experts):
+            part.rounded = dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from outpace.kv.latent import LatentCache
 from outpace.kv.metadata import FEW, StepMetadata
 from outpace.kv.tree import Tree
 from outpace.models.attention import Attention, DecoderBlock
-from outpace.models.blocks import Embedding, Linear, RMSNorm
+from outpace.models.blocks import Embedding, Linear, RMSNorm, use_activation_dtype
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
 from outpace.models.native_step import NativeSteps, joined, native_step, row_groups, spread, step_sizes
@@ -58,7 +58,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
-        self.dtype = torch.float32  # of activations; weights stay as stored
+        self.dtype = torch.float32  # of what lies between layers; weights stay as stored
+        # of what meets weights, see `use_activation_dtype`; None: as `dtype`
+        self.activation_dtype: torch.dtype | None = None
         # keys and values are rounded to it where the next caches remember them, latents and an index's keys
         # are not; None: to the dtype of activations
         self.kv_cache_dtype: torch.dtype | None = None
@@ -91,6 +93,10 @@ class Decoder(nn.Module):
     @property
     def kv_cache_dtype_name(self) -> str:
         return str(self.kv_cache_dtype or self.dtype).removeprefix("torch.")
+
+    @property
+    def activation_dtype_name(self) -> str:
+        return str(self.activation_dtype or self.dtype).removeprefix("torch.")
 
     @property
     def head(self) -> Weight:
@@ -147,6 +153,12 @@ class Decoder(nn.Module):
                 own = LatentCache(*sizes, maps, tables, dtype=self.dtype, device=self.device)
                 values[layer] = own
         return values
+
+    def use_activation_dtype(self, dtype: torch.dtype) -> None:
+        """Of what products with the weights multiply, see `blocks.use_activation_dtype`."""
+        use_activation_dtype(self, dtype)
+        self.activation_dtype = dtype
+        self.native_steps.clear()
 
     def use_mla_kv(self, on: bool) -> None:
         """Whether layers that have a latent remember it, from the next cache on; off, the target is the
@@ -284,4 +296,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., V]."""
-        return linear(hidden, self.head)
+        return linear(hidden, self.head, rounded=self.activation_dtype == torch.bfloat16)

@@ -131,6 +131,7 @@ class Layers(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    activation_dtype: torch.dtype | None
     embed_tokens: Embedding
     layers: nn.ModuleList
     norm: RMSNorm
@@ -196,7 +197,8 @@ class NativeStep:
         self.attended = buffer("attended", B, T, c.num_heads // n * D)
         self.hidden = buffer("hidden", B, T, C)
         self.aux = buffer("aux", len(aux), B, T, C) if aux else None
-        self.program = program = Program()
+        self.rounded = model.activation_dtype == torch.bfloat16
+        self.program = program = Program(self.rounded)
         # run one after the other
         self.parts: list[Program | tuple[int, Attention] | Group | Experts] = [program]
         self._trees(c)
@@ -254,7 +256,7 @@ class NativeStep:
 
     def _between(self, part: tuple[int, Attention] | Group | Experts) -> None:
         """Run `part` before the calls to come."""
-        self.program = Program()
+        self.program = Program(self.rounded)
         self.parts += [part, self.program]
 
     def _linear(self, x: Tensor, layer: Linear, y: Tensor) -> None:

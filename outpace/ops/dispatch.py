@@ -18,19 +18,26 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported else torch.float32
 
 
-KV_CACHE_DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_CACHE_DTYPES = ACTIVATION_DTYPES | {"float16": torch.float16}
 
 
 def find_kv_cache_dtype(name: str) -> torch.dtype | None:
-    """`Decoder.kv_cache_dtype` by its name. Raises ValueError for another name."""
-    if name not in KV_CACHE_DTYPES:
-        raise ValueError(f"KV cache dtype {name!r}: it must be one of {', '.join(KV_CACHE_DTYPES)}")
-    return KV_CACHE_DTYPES[name]
+    """`Decoder.kv_cache_dtype` by its name; None for "auto". Raises ValueError for another name."""
+    return _find("KV cache dtype", name, KV_CACHE_DTYPES)
+
+
+def find_activation_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`Decoder.activation_dtype` by its name. Raises ValueError for another name, and for one that a device
+    does not have."""
+    known = ACTIVATION_DTYPES if device.type == "cpu" else {"bfloat16": torch.bfloat16}
+    return _find("activation dtype", name, known) or next(iter(known.values()))
+
+
+def _find(what: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
+    if name != "auto" and name not in known:
+        raise ValueError(f"{what} {name!r}: it must be one of auto, {', '.join(known)}")
+    return known.get(name)
 
 
 def find_device(name: str) -> torch.device:

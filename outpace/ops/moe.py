@@ -11,7 +11,7 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import captured, use_kernel, use_triton
 from outpace.ops import mxfp4
 from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
-from outpace.ops.quant import Quant, Weight, dense
+from outpace.ops.quant import Quant, Weight, dense, round_activations
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
@@ -64,6 +64,17 @@ class Matrices(NamedTuple):
     limit: float | None
     gate: Experts | None = None
     gate_bias: Tensor | None = None
+    rounded: bool = False
+
+    def round(self, x: Tensor) -> Tensor:
+        """What meets a matrix."""
+        if not self.rounded:
+            return x
+        return round_activations(x, self.up, self.down, *(() if self.gate is None else (self.gate,)))
+
+    def activation(self, h: Tensor) -> Tensor:
+        """Of gates and ups, as down meets it."""
+        return self.round(silu_mul(h) if self.limit is None else clamped_swiglu(h, self.limit))
 
 
 def run_experts(
@@ -77,15 +88,18 @@ def run_experts(
     limit: float | None,
     gate: Experts | None = None,
     gate_bias: Tensor | None = None,
+    *,
+    rounded: bool = False,
 ) -> Tensor:
     """x [M,C], experts and weights [M,k], up [E,2F,C], down [E,C,F] (dense or packed) -> [M,C].
 
     `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves. Where
-    `gate` is given (GGUF), gates and ups are two matrices [E,F,C].
+    `gate` is given (GGUF), gates and ups are two matrices [E,F,C]. `rounded`: what the matrices multiply is
+    rounded to bfloat16, see `round_activations`.
     """
     if use_kernel(x):
         style = "silu" if limit is None else "gpt_oss"
-        rules = (style, limit or 0.0, ALPHA, gate, gate_bias)
+        rules = (style, limit or 0.0, ALPHA, gate, gate_bias, rounded)
 
         def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
             return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *rules)
@@ -95,8 +109,9 @@ def run_experts(
         some = zip(x.split(MOST_TOKENS), experts.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
         return torch.cat([weigh(*part) for part in some])
     trained = torch.is_grad_enabled() and not _in_one_product(x, up, down)
+    matrices = Matrices(up, up_bias, down, down_bias, limit, gate, gate_bias, rounded)
+    x = matrices.round(x)
     if captured(x) or (x.device.type != "cpu" and not trained):
-        matrices = Matrices(up, up_bias, down, down_bias, limit, gate, gate_bias)
         return on_device(x, experts, weights, matrices)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
@@ -110,8 +125,7 @@ def run_experts(
             h = _expert_linear(filled, ups(e), up_bias, e)
             if gates is not None:
                 h = _interleaved(_expert_linear(filled, gates(e), gate_bias, e), h, limit)
-            h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
-            parts.append(_expert_linear(h, downs(e), down_bias, e)[: len(rows)])
+            parts.append(_expert_linear(matrices.activation(h), downs(e), down_bias, e)[: len(rows)])
     return _weighed(torch.cat(parts), weights, order)
 
 
@@ -120,7 +134,7 @@ def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
     grouped product, few with matrices of their own."""
     if _stays_packed(x, experts, matrices):
         return in_triton(x, experts, weights, matrices)
-    k, (up, up_bias, down, down_bias, limit, gate, gate_bias) = experts.shape[1], matrices
+    k, (up, up_bias, down, down_bias, limit, gate, gate_bias, _) = experts.shape[1], matrices
     if captured(x) or experts.numel() <= MOST_GATHERED or not _in_one_product(x, up, down):
         few = max(MOST_GATHERED // k, 1)
         some = zip(x.split(few), experts.split(few), weights.split(few), strict=True)
@@ -131,8 +145,7 @@ def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
     h = _grouped(rows, chosen, up, up_bias)
     if gate is not None:
         h = _interleaved(_grouped(rows, chosen, gate, gate_bias), h, limit)
-    h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
-    return _weighed(_grouped(h, chosen, down, down_bias), weights, order)
+    return _weighed(_grouped(matrices.activation(h), chosen, down, down_bias), weights, order)
 
 
 def _stays_packed(x: Tensor, experts: Tensor, matrices: Matrices) -> bool:
@@ -144,7 +157,7 @@ def _stays_packed(x: Tensor, experts: Tensor, matrices: Matrices) -> bool:
 
 def in_triton(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -> Tensor:
     """`on_device` for MXFP4, which stays packed."""
-    (up, up_bias, down, down_bias, limit, gate, gate_bias), k = matrices, experts.shape[1]
+    (up, up_bias, down, down_bias, limit, gate, gate_bias, _), k = matrices, experts.shape[1]
     assert isinstance(up, tuple) and isinstance(down, tuple)
     tiles, x = Tiles.of(experts, _shape(up)[0]), x.contiguous()
     if limit is not None and gate is None:
@@ -153,7 +166,7 @@ def in_triton(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
         h = up_product(x, *up, up_bias, tiles, k)
         if isinstance(gate, tuple):
             h = _interleaved(up_product(x, *gate, gate_bias, tiles, k), h, limit)
-        h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+        h = matrices.activation(h)
     return down_product(h.contiguous(), *down, down_bias, tiles, weights.float().contiguous())
 
 
@@ -185,7 +198,7 @@ def _gathered(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
     """Every choice of every token with matrices of its own [M*k,N,K]: nobody asks on the host who chose
     whom, at the price of a copy of what is chosen."""
     (M, k), chosen = experts.shape, experts.flatten()
-    up, up_bias, down, down_bias, limit, gate, gate_bias = matrices
+    up, up_bias, down, down_bias, limit, gate, gate_bias, _ = matrices
 
     def product(x: Tensor, matrices: Experts, bias: Tensor | None) -> Tensor:
         y = torch.einsum("mk,mnk->mn", x, _expert(matrices, chosen, x.dtype))
@@ -195,8 +208,7 @@ def _gathered(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
     h = product(rows, up, up_bias)
     if gate is not None:
         h = _interleaved(product(rows, gate, gate_bias), h, limit)
-    h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
-    y = product(h, down, down_bias) * weights.flatten()[:, None].to(x.dtype)
+    y = product(matrices.activation(h), down, down_bias) * weights.flatten()[:, None].to(x.dtype)
     return y.view(M, k, -1).sum(1)
 
 

@@ -83,6 +83,19 @@ class Joined(nn.Module):
 Weight = Tensor | Quant | Joined
 
 
+def coarse(weight: object) -> bool:
+    """Whether a weight is in bfloat16 or MXFP4 (a pair of blocks and scales, or GGUF's): as few digits as
+    activations of bfloat16 have."""
+    if isinstance(weight, Tensor):
+        return weight.dtype == torch.bfloat16
+    return isinstance(weight, tuple) or (isinstance(weight, Quant) and weight.format == "MXFP4")
+
+
+def round_activations(x: Tensor, *weights: object) -> Tensor:
+    """x to bfloat16 and back, where all weights that it meets are `coarse`; else x."""
+    return x.bfloat16().to(x.dtype) if all(map(coarse, weights)) else x
+
+
 def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The whole weight as one tensor of `dtype`."""
     if isinstance(weight, Joined):

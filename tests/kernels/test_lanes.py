@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 )
 @pytest.mark.skipif(not bindings.available(), reason=f"kernels not built: {bindings.why_not()}")
 def test_eight_lanes_pass_the_same_tests():
-    names = "test_cpu.py", "test_cpu_rows.py", "test_block_formats.py", "test_two_bytes.py"
+    names = "test_cpu.py", "test_cpu_rows.py", "test_block_formats.py", "test_two_bytes.py", "test_rounded.py"
     tests = [str(HERE / name) for name in names]
     tests.append(str(HERE.parent / "ops" / "test_noise.py"))
     environment = os.environ | {"OUTPACE_CFLAGS": "-mno-avx512f"}

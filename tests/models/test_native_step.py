@@ -117,6 +117,41 @@ def test_a_native_step_over_keys_of_two_bytes(family, dtype):
     compare(model)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_a_native_step_with_rounded_activations(family):
+    model = plain(family, torch.bfloat16)
+    model.use_activation_dtype(torch.bfloat16)
+    compare(model)
+    if family == "gpt_oss":
+        packed = tiny.in_mxfp4(plain("gpt_oss", torch.bfloat16, hidden_size=96))
+        packed.use_activation_dtype(torch.bfloat16)
+        compare(packed)
+    if family in ("gpt_oss", "llama"):  # programs between which modules attend
+        indexed = indexed_target(family)[1].to(torch.bfloat16)
+        indexed.use_activation_dtype(torch.bfloat16)
+        compare(indexed)
+
+
+@torch.inference_mode()
+def test_rounded_activations_are_a_choice_that_can_be_taken_back():
+    model, tokens = plain("gpt_oss", torch.bfloat16), tiny.tokens(2, 9)
+
+    def logits():
+        return model(tokens, model.make_cache(2, 9), logits=True).logits
+
+    exact = logits()
+    model.use_activation_dtype(torch.bfloat16)
+    rounded = logits()
+    model.native = False
+    assert torch.equal(logits(), rounded)
+    model.native = True
+    error = (exact - rounded).abs().max() / exact.abs().max()
+    assert 0 < error < 8 * torch.finfo(torch.bfloat16).eps
+    model.use_activation_dtype(torch.float32)
+    assert torch.equal(logits(), exact)
+
+
 @pytest.mark.parametrize("kind", [latent_target, indexed_target])
 @torch.inference_mode()
 def test_other_memories_and_windows_of_two_bytes(kind):

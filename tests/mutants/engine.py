@@ -46,10 +46,10 @@ MUTANTS = [
     ),
     (
         "of a wide batch the first 512 rows are multiplied alone",
-        "outpace/kernels/cpu.c",
-        """part.x += CACHED * o->K, part.y""",
+        "outpace/kernels/cpu_products.c",
+        """part.x += CACHED * apart, part.y""",
         """part.y""",
-        "tests/models/test_long_prompts.py",
+        "tests/kernels/test_cpu.py",
     ),
     (
         "a long prompt over an index is one forward",
@@ -89,10 +89,70 @@ MUTANTS = [
     ),
     (
         "a matrix from memory has one row's sums for six",
-        "outpace/kernels/cpu.c",
-        """Rows row = {m->w + c * at(m->kind, m->k), 0, m->kind""",
-        """Rows row = {m->w, 0, m->kind""",
+        "outpace/kernels/cpu_products.c",
+        """Rows these = from_row(m, n + c);""",
+        """Rows these = from_row(m, n + (m->stream ? 0 : c));""",
         "tests/kernels/test_cpu.py",
+    ),
+    (
+        "the last weight rows, fewer than a tile has, are those before them",
+        "outpace/kernels/cpu_products.c",
+        """spread || left >= wide ? wide : 1;""",
+        """wide;""",
+        "tests/kernels/test_cpu.py",
+    ),
+    (
+        "of many parts of k the sums begin anew",
+        "outpace/kernels/cpu_products.c",
+        """if (from) UNROLL for (int i = 0; i < R * C; i++) a[i] = acc[i];""",
+        "",
+        "tests/kernels/test_cpu.py",
+    ),
+    (
+        "an expert's hidden layer meets its weights unrounded",
+        "outpace/kernels/cpu_experts.c",
+        """if (p->round) round_row(g, units, pairs, pairs ? (void *)((uint16_t *)to + f0) : g);
+            if (pairs) continue;""",
+        """if (pairs) { round_row(g, units, pairs, (uint16_t *)to + f0); continue; }""",
+        "tests/kernels/test_lanes.py",
+    ),
+    (
+        "activations are cut to bfloat16 instead of rounded",
+        "outpace/kernels/cpu_pairs.c",
+        """(__m256i)_mm512_cvtneps_pbh((__m512)v)""",
+        """_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)v, 16))""",
+        "tests/kernels/test_rounded.py",
+    ),
+    (
+        "activations are rounded where weights have more digits",
+        "outpace/kernels/cpu_pairs.c",
+        """return wanted && (kind == BF16 || kind == MXFP4 || kind == GGML_MXFP4);""",
+        """return wanted && (kind == BF16 || kind == F16 || kind == MXFP4 || kind == GGML_MXFP4);""",
+        "tests/kernels/test_rounded.py",
+    ),
+    (
+        "logits of a forward by the modules meet the head unrounded",
+        "outpace/models/decoder.py",
+        """linear(hidden, self.head, rounded=self.activation_dtype == torch.bfloat16)""",
+        """linear(hidden, self.head)""",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "programs between a step's modules do not round activations",
+        "outpace/models/native_step.py",
+        """        self.program = Program(self.rounded)
+        self.parts +=""",
+        """        self.program = Program()
+        self.parts +=""",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "the costs of one number format are used for another",
+        "outpace/decode/costs.py",
+        """        "activation_dtype": target.activation_dtype_name,
+""",
+        "",
+        "tests/decode/test_lossless_rounded.py",
     ),
     (
         "a router in bfloat16 on a GPU",

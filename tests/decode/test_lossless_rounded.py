@@ -1,0 +1,41 @@
+"""With activations in bfloat16 every loop states what the target generates that rounds them."""
+
+import pytest
+import tiny
+import torch
+from test_lossless import NEW, PROMPTS
+from test_lossless_latent import every_draft_says
+from test_lossless_two_bytes import HEADS
+from typer.testing import CliRunner
+
+import outpace
+from outpace.cli.main import app
+from outpace.decode.costs import machine
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
+from outpace.models.load import build, named_tensors
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_every_draft_says_the_same(family):
+    model = build(tiny.config(family, head_dim=HEADS[family]))
+    tiny.randomise(named_tensors(model), 4)
+    model.to(torch.bfloat16).eval().use_activation_dtype(torch.bfloat16)
+    every_draft_says(model, generate(model, PROMPTS, Request(max_new_tokens=NEW)).tokens)
+
+
+def test_a_loaded_target_generates_with_them():
+    exact, rounded = (outpace.load(activation_dtype=name) for name in ("auto", "bfloat16"))
+    prompt = "def read_lines(path):\n    with open(path) as f:\n"
+    texts = [outpace.generate(m, prompt, draft=False).text for m in (exact, rounded)]
+    assert texts[0][:20] == texts[1][:20]
+    for draft in ("suffix", "dflash", None):
+        assert outpace.generate(rounded, prompt, draft=draft).text == texts[1]
+    kinds = [machine(m.target)["activation_dtype"] for m in (exact, rounded)]
+    assert kinds == ["float32", "bfloat16"]
+
+
+def test_the_command_line_names_them():
+    run = CliRunner().invoke(app, ["generate", "default", "import os", "--activation-dtype", "float16"])
+    assert run.exit_code and "'float16': it must be one of auto, float32, bfloat16" in str(run.exception)
