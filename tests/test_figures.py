@@ -47,9 +47,12 @@ def test_what_is_read_of_gguf_files():
             values, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
             assert float(stated) == size * 32 / values, name
             where[name] = way
-    kernel = (ROOT / "outpace" / "kernels" / "cpu.c").read_text(encoding="utf-8")
-    kinds = re.search(r"enum \{ ([\w, ]+) \};  // of weights", kernel)
-    last = re.search(r"if \(m->kind > (\w+)\) return unpacked", kernel)
+    kernel, products = (
+        (ROOT / "outpace" / "kernels" / name).read_text(encoding="utf-8")
+        for name in ("cpu.c", "cpu_products.c")
+    )
+    kinds = re.search(r"enum \{ ([\w, ]+), PAIRED \};  // of weights", kernel)
+    last = re.search(r"int no_tile\(long kind\) \{ return kind > (\w+) ", products)
     spread = re.search(r"SPREAD = (\d+)", kernel)
     assert kinds is not None and last is not None and spread is not None
     order = kinds[1].split(", ")

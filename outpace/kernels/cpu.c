@@ -50,7 +50,7 @@ typedef const void *any;  // float32, bfloat16 or float16, as the kind beside it
 enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, PAIRED };  // of weights; MXFP4: as in safetensors; PAIRED: see cpu_pairs.c
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows at once; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
-enum { ITEM = 48, SPREAD = 256 };                     // weight rows of an item, at least: of all tiles a multiple; values unpacked at a time
+enum { ITEM = 48, SPREAD = 512 };                     // weight rows of an item, at least: of all tiles a multiple; values unpacked at a time
 enum { CACHED = 512, NEAR = 1 << 20, BEYOND = 1 << 22 };  // rows of x that stay in the second cache; bytes of weights that do; that no cache keeps
 
 // ---- vectors

@@ -53,6 +53,8 @@ INLINE void tile(const int R, const int C, const int kind, const floats *x, cons
     else sums_of(a, R * C, sums);
 }
 
+INLINE int no_tile(long kind) { return kind > Q8_0 && kind < PAIRED; }
+
 // How many weight rows a tile of so many rows of x has. Few rows take many: the sums of 16 accumulators cost what those of one do.
 static const int WIDTH[ROWS + 1] = {0, W, W / 2, COLS, COLS};
 typedef void (*Tiles)(const floats *x, int rows, int C, const Rows *m, long from, long to, long ahead, int every, vf *acc, float *sums);
@@ -92,7 +94,8 @@ static void block(const floats *x, int rows, int C, const Rows *m, float *sums) 
     }
 }
 
-// The same for the first `cols` of C weight rows in a format that is first unpacked, some values of each into the first cache, for all rows of x.
+// The same for the first `cols` of C weight rows, of which first some values each are unpacked into the first cache, for all rows of x. The formats
+// without a tile need it, and for many rows of x those that take long to unpack.
 static void unpacked(const floats *x, int rows, int C, int cols, const Rows *m, float *sums) {
     vf acc[MOST * COLS];
     float w[(W > COLS ? W : COLS) * SPREAD] __attribute__((aligned(64)));
@@ -119,7 +122,7 @@ static void dots(const floats *x, float *const *y, int rows, const Rows *m, long
     float sums[MOST * COLS + 16], b[W > COLS ? W : COLS] = {0};
     for (int r = 0, some; r < rows; r += some) {
         some = rows - r < ROWS ? rows - r : (rows - r) / ROWS * ROWS;
-        int wide = m->stream ? 1 : WIDTH[MIN(some, ROWS)], spread = m->kind < PAIRED ? m->kind > Q8_0 : m->kind > PAIRED + BF16 && some > 2 * ROWS;
+        int wide = m->stream ? 1 : WIDTH[MIN(some, ROWS)], spread = no_tile(m->kind) || (some > 2 * ROWS && (m->kind == Q8_0 || m->kind > PAIRED + BF16));
         for (int c = 0, C; c < cols; c += C) {
             Rows these = from_row(m, n + c);
             int left = cols - c, apart = spread || left >= wide ? wide : 1;

@@ -88,5 +88,5 @@ def test_a_cache_of_two_bytes_is_half_as_large():
 
 
 def test_a_dtype_that_is_none_is_refused_before_anything_is_read():
-    with pytest.raises(ValueError, match="'fp8': it must be one of auto, float32, float16, bfloat16"):
+    with pytest.raises(ValueError, match="'fp8': it must be one of auto, float32, bfloat16, float16"):
         outpace.load("not-there", kv_cache_dtype="fp8")

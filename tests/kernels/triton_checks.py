@@ -225,8 +225,8 @@ def test_a_target_writes_the_same_through_these_kernels(family, monkeypatch):
 
         return run
 
-    def experts(x, chosen, weights, *matrices):
-        return counted("experts", in_triton)(x, chosen, weights, Matrices(*matrices))
+    def experts(x, chosen, weights, *matrices, rounded):
+        return counted("experts", in_triton)(x, chosen, weights, Matrices(*matrices, rounded=rounded))
 
     monkeypatch.setattr("outpace.models.blocks.run_experts", experts)
     monkeypatch.setattr(attention, "use_kernel", lambda x: False)
