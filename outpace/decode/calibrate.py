@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule
+from outpace.decode.ahead import MOST, RunAhead
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.generate import generate, next_token
@@ -26,7 +27,7 @@ from outpace.ops.sampling import Sampling, generator
 MIN_REPEATS, MAX_REPEATS = 3, 12
 ATTEMPTS = 3  # measurements of a point, while the machine is busy
 ROUNDS = 3  # consecutive steps of a width; the first is not counted
-STEPS, SETTLED = 12, 4  # of one position, and of autoregressive decoding; those from SETTLED on are counted
+RESTS = 2  # of MOST steps without draft tokens each, one after the other; the first is not counted
 PREFILL, SHOWN = 512, 4  # positions of a prefill chunk at most, and chunks at least
 # tokens of the runs that measure the acceptance rate and the overhead of a step; places of a text, at most
 STEADY, PLACES = 48, 16
@@ -131,7 +132,7 @@ def quick(target: Target, draft: Draft, context: int = 256, enough: float = math
 
     timed(1)  # the first one reads the weights, and may build the kernels
     one = timed(1)
-    steps = _max_steps(width_grid(draft.block_size), MIN_REPEATS, 2 * STEPS) + 2 * STEADY
+    steps = _max_steps(width_grid(draft.block_size), MIN_REPEATS, 2 * RESTS) + 2 * STEADY
     if steps * one > enough:
         return steps * one
     timed(32)
@@ -166,9 +167,9 @@ def _check(
         raise ValueError(f"{len(text)} tokens of text are too few for a context of {min(contexts)}")
 
 
-def _max_steps(widths: tuple[int, ...], repeats: int | None = None, single: int = STEPS) -> int:
-    lone = 1 + SETTLED
-    return ((MAX_REPEATS if repeats is None else repeats) + 1) * (len(widths) * ROUNDS + single + lone)
+def _max_steps(widths: tuple[int, ...], repeats: int | None = None, rests: int = RESTS) -> int:
+    lone = 1 + MOST
+    return ((MAX_REPEATS if repeats is None else repeats) + 1) * (len(widths) * ROUNDS + rests * MOST + lone)
 
 
 def _decode(
@@ -231,9 +232,9 @@ LONE = WAKE, SETTLE
 
 @dataclass
 class Timings:
-    """Seconds of the steps of every repeat, by kind. WAKE: a proposal after STEPS steps without one; SETTLE:
-    its verify pass, and the SETTLED steps of one position that follow. `show`: of one observed position.
-    `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
+    """Seconds of the steps of every repeat, by kind. WAKE: a proposal after RESTS * MOST steps without one;
+    SETTLE: its verify pass, and the MOST steps of one position that follow. `show`: of one observed
+    position. `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
 
     widths: tuple[int, ...]
     repeats: list[dict[Kind, list[float]]] = field(default_factory=list)
@@ -284,8 +285,8 @@ class Timings:
             rest=rest,
             plain=low[PLAIN, 1],
             show=show,
-            wake=beyond(WAKE, lambda n: first[DRAFT, n] + STEPS * show),
-            settle=beyond(SETTLE, lambda n: first[VERIFY, n] + SETTLED * first[VERIFY, 1]),
+            wake=beyond(WAKE, lambda n: first[DRAFT, n] + RESTS * MOST * show),
+            settle=beyond(SETTLE, lambda n: first[VERIFY, n] + MOST * first[VERIFY, 1]),
             spread=median(spreads),
             cpu=min(1.0, self.cpu / self.wall) if on_cpu else 1.0,
         )
@@ -309,10 +310,10 @@ def _measure(
     yields the share that is done.
 
     The widths are interleaved, so that a slow moment of the machine slows all of them. In a repeat a width
-    has ROUNDS consecutive steps: a step is a little faster after one of its kind. Steps of one position,
-    which are consecutive where drafting rests, and steps of autoregressive decoding, over a cache of their
-    own, have STEPS of them: consecutive tokens read the same experts, where a wide step has just read all.
-    After those of one position there is a lone wider step, as a probe is: see `Point.wake` and `settle`.
+    has ROUNDS consecutive steps: a step is a little faster after one of its kind. Steps of one position, as
+    in a rest, and steps of autoregressive decoding, over a cache of their own, are as many and made as there:
+    consecutive tokens read the same experts, where a wide step has just read all. After those of one position
+    there is a lone wider step, as a probe is: see `Point.wake` and `settle`.
     """
     widths = timings.widths
     length = context + _max_steps(widths) + widths[-1]
@@ -328,6 +329,7 @@ def _measure(
         timings.show.append(timer.seconds / n)
         target(chunk, plain_cache)
     rule = acceptance_rule(request, rows, generator(SEED, target.device))
+    ahead = RunAhead(target, rule)
     deferred = Deferred(session)
     kinds = (0, *widths)  # 0: autoregressive decoding
     plain_at = context
@@ -337,6 +339,27 @@ def _measure(
         timings.steps += 1
         return _step(target, draft, deferred, cache, rule, tokens[:, at : at + widths[-1]], n)
 
+    def resting() -> float:
+        """Seconds of a step without draft tokens, of as many as are made one after the other."""
+        at = context + timings.steps
+        with Timer(target) as timer:
+            many = ahead.make(tokens[:, at], cache, MOST, (), draft.target_layer_ids)
+        if many is None:
+            return sum(sum(step(1)) for _ in range(MOST)) / MOST
+        proposal, aux, result = many
+        deferred.add(accepted_states(proposal, aux, result.path))
+        timings.steps += MOST
+        return timer.seconds / MOST
+
+    def autoregressive(at: int) -> float:
+        """The same, without a draft that listens."""
+        with Timer(target) as timer:
+            if ahead.make(tokens[:, at], plain_cache, MOST, (), ()) is None:
+                for i in range(at, at + MOST):
+                    out = target(tokens[:, i : i + 1], plain_cache, logits=True)
+                    next_token(rule, out.logits, out.best)
+        return timer.seconds / MOST
+
     for repeat in range(MAX_REPEATS + 1):  # the first one warms up
         if repeat == 1:
             began, began_cpu = time.perf_counter(), time.thread_time()
@@ -344,25 +367,22 @@ def _measure(
         first = repeat % len(kinds)
         for n in kinds[first:] + kinds[:first]:
             if not n:
-                for at in range(plain_at, plain_at + STEPS):
-                    with Timer(target) as timer:
-                        out = target(tokens[:, at : at + 1], plain_cache, logits=True)
-                        next_token(rule, out.logits, out.best)
-                    if at - plain_at >= SETTLED:
-                        times.setdefault((PLAIN, 1), []).append(timer.seconds)
-                plain_at += STEPS
+                times[PLAIN, 1] = [autoregressive(plain_at + i * MOST) for i in range(RESTS)][1:]
+                plain_at += RESTS * MOST
                 continue
-            steps, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
-            for i in range(steps):
+            if n == 1:
+                times[VERIFY, 1] = [resting() for _ in range(RESTS)][1:]
+                if len(widths) > 1:
+                    lone = widths[1 + repeat % (len(widths) - 1)]
+                    drafted, verified = step(lone)
+                    times[WAKE, lone] = [drafted]
+                    times[SETTLE, lone] = [verified + MOST * resting()]
+                continue
+            for i in range(ROUNDS):
                 drafted, verified = step(n)
-                if i >= settled:
+                if i:
                     times.setdefault((DRAFT, n), []).append(drafted)
                     times.setdefault((VERIFY, n), []).append(verified)
-            if n == 1 and len(widths) > 1:
-                lone = widths[1 + repeat % (len(widths) - 1)]
-                drafted, verified = step(lone)
-                times[WAKE, lone] = [drafted]
-                times[SETTLE, lone] = [verified + sum(sum(step(1)) for _ in range(SETTLED))]
         if not repeat:
             continue
         timings.repeats.append(times)

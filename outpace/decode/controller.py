@@ -54,6 +54,11 @@ class Controller(Protocol):
         tokens of each row."""
         ...
 
+    def rest(self, most: int) -> int:
+        """After a `width` of 1: how many autoregressive steps come now, at most `most`, as one to `learn` of;
+        the next decision is after them."""
+        ...
+
     def cut(self, proposal: Proposal) -> Proposal:
         """The part of the proposal to verify: its first positions."""
         ...
@@ -84,6 +89,9 @@ class Fixed:
 
     def width(self, lengths: Sequence[int]) -> int:
         return min(self.positions, self.block)
+
+    def rest(self, most: int) -> int:
+        return most if min(self.positions, self.block) == 1 else 1
 
     def cut(self, proposal: Proposal) -> Proposal:
         return proposal
@@ -207,6 +215,7 @@ class Adaptive:
         self.states_survival = True  # of the draft; assumed until its first proposal
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
+        self._resting = 1  # autoregressive steps that are one to learn of
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
         self.tokens: float = math.inf  # of this generation, at most
@@ -240,6 +249,15 @@ class Adaptive:
         self.rested = 0
         self.history.begin_step()
         return width
+
+    def rest(self, most: int) -> int:
+        assert self.predicted is not None, "width comes first"
+        self._resting = min(most, self.wait + 1)
+        self.wait -= self._resting - 1
+        self.rested += self._resting - 1
+        tokens, seconds = self._costs.rows, self._costs.step[1] + self._costs.show
+        self.predicted = float(tokens * self._resting), seconds * self._resting
+        return self._resting
 
     def _decide(self, now: "StepCosts") -> int:
         if self.rested:
@@ -297,7 +315,8 @@ class Adaptive:
         now, expected = self._costs, self.predicted[1]
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
         if self._width == 1:
-            self.account += now.allowed
+            self.account += self._resting * now.allowed
+            self._resting = 1
             return
         self.account += now.gained(sum(map(len, path)), seconds)
         for row, verified, positions in zip(self._rows, proposal.counts, path, strict=True):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
+from outpace.decode.ahead import RunAhead
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.device_rounds import DeviceRounds, device_rounds
 from outpace.decode.partial import Partial, PartialSession, Trusting
@@ -124,6 +125,7 @@ def steps(
         return
 
     active = list(range(B))
+    ahead = RunAhead(target, rule, wanted=partial is None and on_logits is None)
     while running := rows.running(active):
         if len(running) < len(active):  # finished rows leave the batch
             for part in (cache, rule, deferred):
@@ -141,25 +143,33 @@ def steps(
         else:
             proposal = offered = roots(last)
         with trace.timed("verify"):
-            counts = None if draft is None else proposal.counts
-            out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux, logits=True)
-            logits = out.logits  # [B, N, V]
-            check_finite(f"step {trace.steps + 1}", logits, offered, out.finite)
-            result = rule.verify(proposal, logits, out.best) if n > 1 else next_token(rule, logits, out.best)
+            many = ahead.steps(last, cache, rows, active, controller, aux, trace.steps) if n == 1 else None
+            if many is not None:
+                proposal, states, result = many
+            else:
+                counts = None if draft is None else proposal.counts
+                out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux, logits=True)
+                states, logits = out.aux, out.logits  # logits [B, N, V]
+                check_finite(f"step {trace.steps + 1}", logits, offered, out.finite)
+                chosen = logits, out.best
+                result = rule.verify(proposal, *chosen) if n > 1 else next_token(rule, *chosen)
         with trace.timed("rest"):
             if n > 1:
                 cache.commit(result.path)
             last = torch.tensor([tokens[-1] for tokens in result.tokens], device=target.device)
-            for i, b in enumerate(active):
-                if on_logits is not None:
-                    on_logits(b, logits[i, result.path[i]])
-                rows.emit(b, result.tokens[i])
-            accepted = [len(path) - 1 for path in result.path]
-            trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
+            if on_logits is not None:
+                for b, path, scores in zip(active, result.path, logits, strict=True):
+                    on_logits(b, scores[path])
+            kept = [rows.emit(b, tokens) for b, tokens in zip(active, result.tokens, strict=True)]
+            if many is not None:
+                trace.add_plain(B, active, kept)
+            else:
+                accepted = [len(path) - 1 for path in result.path]
+                trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
             controller.learn(proposal, result.path)
         if deferred is not None:
             with trace.timed("draft"):
-                deferred.add(accepted_states(proposal, out.aux, result.path))
+                deferred.add(accepted_states(proposal, states, result.path))
         if controller.predicted is not None:
             committed = sum(map(len, result.path))
             trace.predicted.append(Prediction(*controller.predicted, committed, time.perf_counter() - began))

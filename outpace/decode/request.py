@@ -78,8 +78,8 @@ class BatchRows:
         last = [i for i in going if i >= len(going)]
         return [last.pop() if self.done[b] else i for i, b in enumerate(rows[: len(going)])]
 
-    def emit(self, row: int, tokens: list[int]) -> None:
-        """Append `tokens` up to the row's limit or first stop token."""
+    def emit(self, row: int, tokens: list[int]) -> int:
+        """Append `tokens` up to the row's limit or first stop token -> how many."""
         headroom = self.limits[row] - len(self.emitted[row])
         kept = tokens[:headroom]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]
@@ -89,6 +89,7 @@ class BatchRows:
         self.done[row] = bool(stops) or len(self.emitted[row]) == self.limits[row]
         if kept and self.on_tokens is not None and self.on_tokens(row, kept) is True:
             self.done[row] = True
+        return len(kept)
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]], request: Request) -> None:

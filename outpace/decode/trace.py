@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Prediction(NamedTuple):
-    """Tokens of all rows and seconds of a step, as the controller predicted and as measured."""
+    """Tokens of all rows and seconds of a step, or of some without draft tokens made in one call, as
+    the controller predicted and as measured."""
 
     tokens: float
     seconds: float
@@ -79,6 +80,12 @@ class Trace:
         self.nodes.append(per_row(nodes or [n + 1 for n in proposed], 0))
         if provisional is not None:
             self.provisional.append(per_row(provisional, 0))
+
+    def add_plain(self, batch: int, rows: list[int], tokens: list[int]) -> None:
+        """Steps without draft tokens, as many of each row as it has `tokens` of them."""
+        for step in range(max(tokens)):
+            going = [b for b, n in zip(rows, tokens, strict=True) if step < n]
+            self.add(batch, going, [0] * len(going), [0] * len(going))
 
     def _pairs(self, steps: list[list[int]]) -> list[tuple[int, int]]:
         """(value, accepted draft tokens) of every step and running row."""

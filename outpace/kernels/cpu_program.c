@@ -1,4 +1,4 @@
-// Part of cpu.c: several kernels in one call, so that what calls them is paid for once.
+// Part of cpu.c: several kernels in one call, so that what calls them is paid for once; and several steps.
 typedef struct { int64_t which; const void *with; } Call;
 typedef struct { const Call *calls; int64_t count; } Program;
 void run(const Program *p) {
@@ -25,4 +25,23 @@ void run(const Program *p) {
         case 18: walk(c->with); break;
     }
     if ((lost = cores_lost() - before) > 0 && now() > pool.alone_until) step_back(now(), lost * SLICE);
+}
+
+// A step of B rows of one token, up to `most` times: what it chose, best [B], is written to out [most, B] and is its next input, one place later, and
+// aux [aux_size] to all_aux. It ends after the step by which every row has chosen one of `stops`, or whose logits are `odd`; taken: how many there were.
+typedef struct { const Program *step; int64_t *tokens, *start; const int64_t *best, *odd, *stops; floats aux; int64_t *out; float *all_aux; int64_t *taken;
+                 int64_t B, most, stop_count, aux_size; } Ahead;
+void run_ahead(const Ahead *o) {
+    uint8_t ended[o->B];
+    memset(ended, 0, o->B);
+    for (long n = *o->taken = 0, running = o->B; n < o->most && running && !(n && *o->odd); n++) {
+        run(o->step);
+        ++*o->taken;
+        if (o->aux) memcpy(o->all_aux + n * o->aux_size, o->aux, o->aux_size * sizeof(float));
+        for (long b = 0; b < o->B; b++) {
+            int64_t token = o->out[n * o->B + b] = o->tokens[b] = o->best[b];
+            o->start[b]++;
+            for (long i = 0; i < o->stop_count && !ended[b]; i++) if (token == o->stops[i]) ended[b] = 1, running--;
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,8 +206,38 @@ class Program:
         return packed
 
     def run(self) -> None:
+        _c.run(self._once_packed())
+
+    def run_ahead(self, most: int, stops: Tensor, step: "Ahead") -> int:
+        """As one step of B rows, up to `most` times -> how often: see `run_ahead` in cpu_program.c. `stops`
+        [n] int64."""
+        own = ctypes.create_string_buffer(self._once_packed())
+        taken = ctypes.c_int64()
+        (B, *_), aux = step.tokens.shape, step.aux
+        assert step.out.shape == (most, B) and step.out.is_contiguous()
+        inputs = ctypes.addressof(own), step.tokens.data_ptr(), step.start.data_ptr(), step.best.data_ptr()
+        rules = ctypes.addressof(step.odd), stops.data_ptr(), _address(aux)
+        outputs = step.out.data_ptr(), _address(step.all_aux), ctypes.addressof(taken)
+        sizes = B, most, len(stops), 0 if aux is None else aux.numel()
+        _c.run_ahead(_c.Ahead(*inputs, *rules, *outputs, *sizes))
+        return taken.value
+
+    def _once_packed(self) -> bytes:
         if self._packed is None:
             calls = b"".join(_c.Call(number, ctypes.addressof(packed)) for number, packed in self._calls)
             self._list = ctypes.create_string_buffer(calls, len(calls))
             self._packed = _c.Program(ctypes.addressof(self._list), len(self._calls))
-        _c.run(self._packed)
+        return self._packed
+
+
+class Ahead(NamedTuple):
+    """Buffers of a step of one token: its inputs tokens and start [B], its outputs best [B], odd and aux; and
+    where the outputs of many steps go: out [most, B], all_aux [most, *aux.shape]."""
+
+    tokens: Tensor
+    start: Tensor
+    best: Tensor
+    odd: ctypes.c_int64
+    aux: Tensor | None
+    out: Tensor
+    all_aux: Tensor | None

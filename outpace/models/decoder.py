@@ -1,6 +1,6 @@
 """The walk every architecture shares: embedding, blocks, final norm, head, and the aux states on the way."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +16,15 @@ from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import Embedding, Linear, RMSNorm, use_activation_dtype
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
-from outpace.models.native_step import NativeSteps, joined, native_step, row_groups, spread, step_sizes
+from outpace.models.native_step import (
+    GreedySteps,
+    NativeSteps,
+    joined,
+    native_step,
+    row_groups,
+    spread,
+    step_sizes,
+)
 from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
@@ -234,6 +242,23 @@ class Decoder(nn.Module):
         if cache is not None and step is not None:
             cache.advance(step)
         return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
+
+    def run_ahead(
+        self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int] = (), aux: Sequence[int] = ()
+    ) -> GreedySteps | None:
+        """Up to `most` greedy steps after `last` [B] in one native call, each over the token that the one
+        before it chose; fewer where every row has met a token of `stop`. The cache gets `last` and the new
+        tokens but the newest, with the bits of single steps. None where a step is no native call. Raises
+        ValueError where they would outgrow the cache."""
+        cache.begin(most)
+        step = cache.begin(1)
+        native = native_step(self, cache, step, aux, True) if self.native else None
+        if native is None or row_groups(self, cache, step):
+            return None
+        done = native.run_ahead(last, step, cache, most, torch.tensor(list(stop), dtype=torch.int64))
+        if done is not None:
+            cache.advance(cache.begin(done.tokens.shape[1]))
+        return done
 
     def _in_groups(
         self,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -24,7 +24,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import Program, Rings, use_kernel, why_not
+from outpace.ops.dispatch import Ahead, Program, Rings, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -349,6 +349,37 @@ class NativeStep:
             if self.logits is None:
                 return Output(hidden, aux)
             return Output(hidden, aux, [], copied(self.logits), self.best.clone(), not self.odd.value)
+
+    def run_ahead(
+        self, last: Tensor, step: StepMetadata, cache: KVCache, most: int, stops: Tensor
+    ) -> "GreedySteps | None":
+        """`Decoder.run_ahead`, where this is a step of one token, and one program."""
+        if len(self.parts) > 1 or self.logits is None:
+            return None
+        B = len(step.start)
+        with self.steps.lock:
+            if not self.knows(cache):
+                self._point_to(cache)
+            self.tokens.copy_(last)
+            self.pieces[0].point_to(step)
+            self.rows[:] = list(step.cache_rows or range(B))
+            out = torch.empty(most, B, dtype=torch.int64)
+            all_aux = None if self.aux is None else torch.empty(most, *self.aux.shape)
+            outputs = self.best.view(B), self.odd, self.aux, out, all_aux
+            ahead = Ahead(self.tokens, self.pieces[0].start_tensor, *outputs)
+            n = self.program.run_ahead(most, stops, ahead)
+            if self.outside.value:
+                raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
+            aux = None if all_aux is None else all_aux[:n, :, :, 0].permute(1, 2, 0, 3)
+            return GreedySteps(out[:n].T, aux, not self.odd.value)
+
+
+class GreedySteps(NamedTuple):
+    """tokens [B, n]; aux [layers, B, n, C], as of an `Output`; whether all logits were finite."""
+
+    tokens: Tensor
+    aux: Tensor | None
+    finite: bool
 
 
 def copied(x: Tensor) -> Tensor:

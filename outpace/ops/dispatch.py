@@ -5,6 +5,7 @@ import torch
 from outpace.kernels.bindings import built as built
 from outpace.kernels.bindings import use_kernel as use_kernel
 from outpace.kernels.bindings import why_not as why_not
+from outpace.kernels.program import Ahead as Ahead
 from outpace.kernels.program import Program as Program
 from outpace.kernels.program import Rings as Rings
 

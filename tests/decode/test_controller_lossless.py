@@ -29,7 +29,7 @@ class Dice:
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
-        self.plain, self.widths, self.verified = 0, set(), set()
+        self.plain, self.widths, self.verified, self.rested = 0, set(), set(), set()
 
     def begin(self, block, tokens=None):
         self.block = block
@@ -45,6 +45,12 @@ class Dice:
             width = self.dice.randint(2, self.block)
         self.widths.add(width)
         return width
+
+    def rest(self, most):
+        steps = self.dice.randint(1, min(most, self.plain + 1))
+        self.plain -= steps - 1
+        self.rested.add(steps)
+        return steps
 
     def cut(self, proposal):
         return cut(proposal, self.dice.randint(1, proposal.tokens.shape[1]))

@@ -51,7 +51,7 @@ def answer(model, prompt, request, draft, prefix_cache, seed, until=None):
 
 
 def interrupted(model, prompt, request, draft, prefix_cache, seed, forward):
-    """Ctrl-C in this forward, before anything is made of it."""
+    """Ctrl-C in this forward, or call of several steps, before anything is made of it."""
     left = [forward]
 
     def hook(*_):
@@ -59,13 +59,19 @@ def interrupted(model, prompt, request, draft, prefix_cache, seed, forward):
         if left[0] < 0:
             raise KeyboardInterrupt
 
-    handle = model.register_forward_hook(hook)
+    def steps(*given):
+        done = type(model).run_ahead(model, *given)
+        hook()
+        return done
+
+    handle, model.run_ahead = model.register_forward_hook(hook), steps
     try:
         answer(model, prompt, request, draft, prefix_cache, seed)
     except KeyboardInterrupt:
         return True
     finally:
         handle.remove()
+        del model.run_ahead
     return False
 
 
