@@ -4,7 +4,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -107,7 +106,7 @@ class GenerationOutput:
         tokens_per_second: After the first token, of this row; rows of a batch are decoded together.
         trace: Draft lengths, accepted tokens and times of every step, of the whole batch.
         first_token_seconds: From the start of the generation to the first token.
-        step_seconds: From the tokens of one step to those of the next.
+        step_seconds: From the end of one step to that of the next.
         parts: Of a chat, its messages: reasoning, tool calls, the answer.
         top_logits: For each token the largest logits, descending; empty unless requested.
     """
@@ -405,7 +404,7 @@ def _decode(
             seed = secrets.randbits(63) if group is None else group.leaders(secrets.randbits(63))
         rng = generator(seed, model.target.device)
     for row in rows:
-        row.stop, row.times = request.stop, [time.perf_counter()]
+        row.stop, row.began = request.stop, time.perf_counter()
     return steps(
         model.executor,
         [row.prompt for row in rows],
@@ -486,7 +485,7 @@ class OutputRow:
             raise ValueError("the prompt is empty: give at least one token")
         self.eos = self.model.eos if self.chat is None else self.chat.stop
         self.stop: frozenset[int] = frozenset()
-        self.times: list[float] = []  # start, then the tokens of each step
+        self.began = self.first = 0.0  # when it began, and its first token came
         self._decoder = DecodeStream(skip_special_tokens=True)
         for token in self.prompt[-8:]:  # more than any character has tokens; the first token keeps its space
             if token in range(self.model.target.config.vocab_size):  # others are refused with their number
@@ -508,7 +507,7 @@ class OutputRow:
 
     def add(self, tokens: list[int]) -> bool:
         """The tokens of one step, all but the last proposed by the draft; -> whether a stop string came."""
-        self.times.append(time.perf_counter())
+        self.first = self.first or time.perf_counter()
         for i, token in enumerate(tokens):
             self.tokens.append(token)
             last = token in self.stop or len(self.tokens) == self.sampling.max_tokens
@@ -550,7 +549,6 @@ class OutputRow:
         """b: the row's number in the trace."""
         accepted = [step[b] for step in trace.accepted if step[b] >= 0]
         seconds = trace.decode_seconds
-        first = self.times[1] if len(self.times) > 1 else time.perf_counter()
         return GenerationOutput(
             text=self.text,
             tokens=self.tokens,
@@ -559,8 +557,10 @@ class OutputRow:
             tau=(sum(accepted) + len(accepted)) / len(accepted) if accepted else 0.0,
             tokens_per_second=max(len(self.tokens) - 1, 0) / seconds if seconds else 0.0,
             trace=trace,
-            first_token_seconds=first - self.times[0],
-            step_seconds=[after - before for before, after in pairwise(self.times[1:])],
+            first_token_seconds=(self.first or time.perf_counter()) - self.began,
+            step_seconds=[
+                s for s, step in zip(trace.step_seconds, trace.accepted, strict=True) if step[b] >= 0
+            ],
             parts=self.parts(),
             top_logits=self.top[: len(self.tokens)],
         )

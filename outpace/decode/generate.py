@@ -119,6 +119,7 @@ def steps(
         prefix_cache.deferred = deferred
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
+    trace.step_began = time.perf_counter()
     yield
     if on_device is not None:
         yield from on_device.run(cache, last, rule, rows, trace, controller)
@@ -160,7 +161,8 @@ def steps(
             if on_logits is not None:
                 for b, path, scores in zip(active, result.path, logits, strict=True):
                     on_logits(b, scores[path])
-            kept = [rows.emit(b, tokens) for b, tokens in zip(active, result.tokens, strict=True)]
+            each = many is not None  # a step
+            kept = [rows.emit(b, tokens, each) for b, tokens in zip(active, result.tokens, strict=True)]
             if many is not None:
                 trace.add_plain(B, active, kept)
             else:

@@ -78,8 +78,15 @@ class BatchRows:
         last = [i for i in going if i >= len(going)]
         return [last.pop() if self.done[b] else i for i, b in enumerate(rows[: len(going)])]
 
-    def emit(self, row: int, tokens: list[int]) -> int:
-        """Append `tokens` up to the row's limit or first stop token -> how many."""
+    def emit(self, row: int, tokens: list[int], each: bool = False) -> int:
+        """Append the `tokens` of a step, or `each` of a step of its own, up to the row's limit or first stop
+        token, or to where `on_tokens` ends it -> how many."""
+        if each:
+            before = len(self.emitted[row])
+            for token in tokens:
+                if not self.done[row]:
+                    self.emit(row, [token])
+            return len(self.emitted[row]) - before
         headroom = self.limits[row] - len(self.emitted[row])
         kept = tokens[:headroom]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]

@@ -38,17 +38,20 @@ class Trace:
 
     Per step and row of the batch: `proposed`, the draft tokens of the longest path; `accepted`, the accepted
     draft tokens, -1 once the row is done; `nodes`, the verified positions, root included; `provisional`, the
-    draft tokens that had been accepted on partial KV (no steps without partial KV). `predicted`: per step
-    with a prediction. `reused`: tokens of the prompt that lay in the cache."""
+    draft tokens that had been accepted on partial KV (no steps without partial KV). `step_seconds`: from the
+    end of the step before, or of the prefill. `predicted`: per step with a prediction. `reused`: tokens of
+    the prompt that lay in the cache."""
 
     proposed: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=list)
     provisional: list[list[int]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     partial_forwards: int = 0
     seconds: dict[str, float] = field(default_factory=_seconds)
     predicted: list[Prediction] = field(default_factory=list)
     reused: int = 0
+    step_began: float = field(default_factory=time.perf_counter)
 
     def timed(self, part: str) -> Stopwatch:
         return Stopwatch(self.seconds, part)
@@ -78,6 +81,9 @@ class Trace:
         self.proposed.append(per_row(proposed, 0))
         self.accepted.append(per_row(accepted, -1))
         self.nodes.append(per_row(nodes or [n + 1 for n in proposed], 0))
+        now = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
         if provisional is not None:
             self.provisional.append(per_row(provisional, 0))
 
@@ -86,6 +92,8 @@ class Trace:
         for step in range(max(tokens)):
             going = [b for b, n in zip(rows, tokens, strict=True) if step < n]
             self.add(batch, going, [0] * len(going), [0] * len(going))
+        alike = sum(self.step_seconds[-max(tokens) :]) / max(tokens)
+        self.step_seconds[-max(tokens) :] = [alike] * max(tokens)
 
     def _pairs(self, steps: list[list[int]]) -> list[tuple[int, int]]:
         """(value, accepted draft tokens) of every step and running row."""

@@ -111,15 +111,15 @@ def texts(model, request, monkeypatch, most, **more):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_the_loop_says_the_same_in_longer_pieces(family, monkeypatch):
+def test_the_loop_says_the_same_in_fewer_calls(family, monkeypatch):
     model = plain(family)
     request = Request(max_new_tokens=30, limits=(30, 11, 26))
     one, pieces, trace, _ = texts(model, request, monkeypatch, 1)
-    assert all(len(new) == 1 for _, new in pieces)
-    many, longer, theirs, calls = texts(model, request, monkeypatch, 8)
-    assert many == one and max(calls) == 8 and max(len(new) for _, new in longer) == 8
-    assert len(calls) < len(pieces) / 10
+    many, same, theirs, calls = texts(model, request, monkeypatch, 8)
+    assert many == one and max(calls) == 8 and len(calls) < len(pieces) / 10
+    assert all(len(new) == 1 for _, new in same) and sorted(same) == sorted(pieces)  # each is a step's
     assert theirs.accepted == trace.accepted and theirs.nodes == trace.nodes and theirs.tau == 1
+    assert len(theirs.step_seconds) == len(trace.step_seconds) == 29 and min(theirs.step_seconds) > 0
     stop = frozenset({one[0][12], one[2][5]})  # in the middle of a call
     ended, _, trace, _ = texts(model, Request(max_new_tokens=30, stop=stop), monkeypatch, 1)
     again, _, theirs, _ = texts(model, Request(max_new_tokens=30, stop=stop), monkeypatch, 8)
@@ -192,15 +192,9 @@ def test_what_is_drawn_or_watched_comes_step_by_step(monkeypatch):
 
 
 def test_long_steps_are_made_one_by_one(monkeypatch):
-    """A text is streamed in pieces that take no longer than SECONDS."""
-    model = plain("gpt_oss")
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "SECONDS", 1e-7)
-        pieces = []
-        generate(
-            model,
-            PROMPTS[:1],
-            Request(max_new_tokens=12),
-            on_tokens=lambda b, new: pieces.append(new) and None,
-        )
-    assert all(len(new) == 1 for new in pieces)
+    """What a user waits for is no longer than SECONDS."""
+    model, calls, run_ahead = plain("gpt_oss"), [], Decoder.run_ahead
+    monkeypatch.setattr(running, "SECONDS", 1e-7)
+    monkeypatch.setattr(Decoder, "run_ahead", lambda *given: calls.append(given[3]) or run_ahead(*given))
+    generate(model, PROMPTS[:1], Request(max_new_tokens=12))
+    assert calls == [1]  # by which it learns how long a step is
