@@ -321,16 +321,19 @@ class NativeStep:
     def knows(self, cache: KVCache) -> bool:
         return self.cache() is cache and self.epoch == cache.epoch
 
+    def _begin(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> None:
+        if not self.knows(cache):
+            self._point_to(cache)
+        self.tokens.copy_(tokens.reshape(-1))
+        for piece in self.all_pieces:
+            piece.point_to(step)
+        self.rows[:] = list(step.cache_rows or range(len(step.start)))
+
     def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> Output:
         """tokens [B, T] -> copies of the buffers. Raises IndexError, as an embedding does, for a token
         outside the vocabulary."""
         with self.steps.lock:
-            if not self.knows(cache):
-                self._point_to(cache)
-            self.tokens.view(tokens.shape).copy_(tokens)
-            for piece in self.all_pieces:
-                piece.point_to(step)
-            self.rows[:] = list(step.cache_rows or range(len(step.start)))
+            self._begin(tokens, step, cache)
             if step.tree is not None:
                 self.parents.copy_(step.tree.parents)
             for part in self.parts:
@@ -358,11 +361,7 @@ class NativeStep:
             return None
         B = len(step.start)
         with self.steps.lock:
-            if not self.knows(cache):
-                self._point_to(cache)
-            self.tokens.copy_(last)
-            self.pieces[0].point_to(step)
-            self.rows[:] = list(step.cache_rows or range(B))
+            self._begin(last, step, cache)
             out = torch.empty(most, B, dtype=torch.int64)
             all_aux = None if self.aux is None else torch.empty(most, *self.aux.shape)
             outputs = self.best.view(B), self.odd, self.aux, out, all_aux

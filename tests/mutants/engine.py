@@ -48,8 +48,10 @@ MUTANTS = [
     (
         "threads use a step's buffers at once",
         "outpace/models/native_step.py",
-        """with self.steps.lock:""",
-        """with Lock():""",
+        """        with self.steps.lock:
+            self._begin(tokens""",
+        """        with Lock():
+            self._begin(tokens""",
         "tests/models/test_native_step.py",
     ),
     (
@@ -240,7 +242,7 @@ MUTANTS = [
     (
         "a native step that stays with its first cache",
         "outpace/models/native_step.py",
-        "            if not self.knows(cache):\n                self._point_to(cache)\n",
+        "        if not self.knows(cache):\n            self._point_to(cache)\n",
         "",
         "tests/models/test_native_step.py",
     ),
