@@ -32,6 +32,8 @@ from benchmarks.against_llama_cpp import (
     measured,
     our_steps,
     report_header,
+    rounded_row,
+    rounded_steps,
     step_row,
     their_steps,
 )
@@ -48,6 +50,7 @@ from outpace.models.save import save_target
 
 SMALL_MOE = "small-moe"
 SHAPES = (f"{SMALL_MOE}:bf16", f"{SMALL_MOE}:f16", "qwen3-0.6b:bf16", "qwen3-0.6b:q8_0")
+ROUNDED = ", bfloat16 activations"  # the end of such a setting's name
 KINDS = Kinds(widths=(1, 8, 16), batches=(), times=7, prompts=1)
 
 
@@ -79,6 +82,7 @@ def our_times(path: Path, threads: list[int], repeats: int) -> Iterator[Times]:
         for n in threads:
             torch.set_num_threads(n)
             times[count_of(n, "thread")] = our_steps(target, ids, KINDS)
+            times[f"{count_of(n, 'thread')}{ROUNDED}"] = rounded_steps(target, ids, KINDS)
         yield times
 
 
@@ -124,7 +128,14 @@ def compare(path: Path, threads: list[int], repeats: int, apart: bool) -> dict[s
             for setting, values in times.items():
                 collect(into[setting], values)
     kinds = next(iter(mine.values()))
-    steps = {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in kinds}
+    rounded = measured()
+    for setting in [name for name in mine if name.endswith(ROUNDED)]:
+        rounded[setting] = mine.pop(setting)
+    steps = {
+        kind: step_row(best(mine, kind, min), best(theirs, kind, min))
+        | rounded_row(best(rounded, kind, min), best(theirs, kind, min))
+        for kind in kinds
+    }
     return {"target": describe_target(load_target(open_checkpoint(path))), "steps": steps}
 
 

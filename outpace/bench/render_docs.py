@@ -48,12 +48,17 @@ BOTH_ENGINES: Columns = (
     ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
     ("llama.cpp's time over ours", "ratio", "{:.2f}"),
 )
+ROUNDED: Columns = (
+    ("bfloat16 activations", "outpace_rounded_ms", "{:,.2f} ms"),
+    ("llama.cpp's time over that", "ratio_rounded", "{:.2f}"),
+)
 llama_cpp_steps = table_of(  # of a report of benchmarks/against_llama_cpp.py
     by_name("steps"),
     ("step", "name", "{}"),
     ("Outpace, float32 KV", "outpace_float32_ms", "{:,.2f} ms"),
     ("float16 KV", "outpace_float16_ms", "{:,.2f} ms"),
     *BOTH_ENGINES[1:],
+    *ROUNDED,
 )
 llama_cpp_text = table_of(
     by_name("text"),
@@ -70,6 +75,7 @@ llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
     ("shape", "shape", "{}"),
     ("step", "name", "{}"),
     *BOTH_ENGINES,
+    *ROUNDED,
 )
 speed_table = table_of(  # of the suite speed
     lambda report: [

@@ -37,7 +37,7 @@ class RunAhead:
         done: int,
     ) -> Verified | None:
         """Where `controller` has chosen a step without draft tokens, after `last` [B] and `done` steps: that
-        one and some to come, as one whose draft tokens were all accepted. None: it is to be made as any
+        one and some to come, as one of which all draft tokens were accepted. None: it is to be made as any
         other. Raises ValueError for logits that are not finite."""
         most = min(MOST, int(SECONDS / self.seconds))
         if self.target is None or not most:

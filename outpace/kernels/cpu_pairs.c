@@ -1,4 +1,4 @@
-// Part of cpu.c: products whose x is rounded to bfloat16, for weights that have no more digits themselves. Where the CPU multiplies pairs of
+// Part of cpu.c: products of an x that is rounded to bfloat16, for weights that have no more digits themselves. Where the CPU multiplies pairs of
 // bfloat16, 32 values meet at a time in sums of float32; elsewhere the rounded numbers go the way of all others.
 INLINE vi rounded(vf v) { return (vi)(((vu)v + 0x7fff + (((vu)v >> 16) & 1)) >> 16); }  // to the nearest bfloat16, ties to even
 #if W == 16 && defined __AVX512BF16__
@@ -7,7 +7,7 @@ enum { PAIRS = 1 };
 enum { PAIRS = 0 };
 #endif
 INLINE int rounds(long wanted, long kind) { return wanted && (kind == BF16 || kind == MXFP4 || kind == GGML_MXFP4); }
-INLINE long paired(long wanted, long kind) { return PAIRS && rounds(wanted, kind) ? PAIRED + kind : kind; }  // a kind whose x is in pairs
+INLINE long paired(long wanted, long kind) { return PAIRS && rounds(wanted, kind) ? PAIRED + kind : kind; }  // the kind for an x in pairs
 INLINE long x_apart(long k, long kind) { return kind >= PAIRED ? (k + 31) / 32 * 16 : k; }  // between rows of x, in the size of a float
 
 static void round_row(floats x, long n, int pairs, void *to) {  // pairs: n is rounded up to 16

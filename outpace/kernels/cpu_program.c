@@ -28,7 +28,7 @@ void run(const Program *p) {
 }
 
 // A step of B rows of one token, up to `most` times: what it chose, best [B], is written to out [most, B] and is its next input, one place later, and
-// aux [aux_size] to all_aux. It ends after the step by which every row has chosen one of `stops`, or whose logits are `odd`; taken: how many there were.
+// aux [aux_size] to all_aux. It ends after the step by which every row has chosen one of `stops`, or that has `odd` logits; taken: how many there were.
 typedef struct { const Program *step; int64_t *tokens, *start; const int64_t *best, *odd, *stops; floats aux; int64_t *out; float *all_aux; int64_t *taken;
                  int64_t B, most, stop_count, aux_size; } Ahead;
 void run_ahead(const Ahead *o) {

@@ -1,4 +1,4 @@
-"""Products whose activations are rounded to bfloat16: to which number, and for which weights."""
+"""Products of activations that are rounded to bfloat16: to which number, and for which weights."""
 
 import pytest
 import torch
