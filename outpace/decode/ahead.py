@@ -39,9 +39,9 @@ class RunAhead:
         """Where `controller` has chosen a step without draft tokens, after `last` [B] and `done` steps: that
         one and some to come, as one of which all draft tokens were accepted. None: it is to be made as any
         other. Raises ValueError for logits that are not finite."""
-        most = min(MOST, int(SECONDS / self.seconds))
-        if self.target is None or not most:
+        if self.target is None:
             return None
+        most = min(MOST, max(int(SECONDS / self.seconds), 1))  # one slow step says little
         left = min(rows.limits[b] - len(rows.emitted[b]) for b in active)
         return self.make(last, cache, controller.rest(min(most, left)), rows.request.stop, aux, done)
 

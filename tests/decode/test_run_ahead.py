@@ -1,5 +1,6 @@
 """Greedy steps in one native call: those of single ones to the bit, also in the cache and for a draft."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -197,4 +198,18 @@ def test_long_steps_are_made_one_by_one(monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 1e-7)
     monkeypatch.setattr(Decoder, "run_ahead", lambda *given: calls.append(given[3]) or run_ahead(*given))
     generate(model, PROMPTS[:1], Request(max_new_tokens=12))
-    assert calls == [1]  # by which it learns how long a step is
+    assert calls == [1] * 11
+
+
+def test_one_slow_step_is_forgotten(monkeypatch):
+    model, calls, run_ahead = plain("gpt_oss"), [], Decoder.run_ahead
+
+    def slow(*given):
+        calls.append(given[3])
+        time.sleep(0.05 if len(calls) == 1 else 0.0)
+        return run_ahead(*given)
+
+    monkeypatch.setattr(running, "SECONDS", 0.02)
+    monkeypatch.setattr(Decoder, "run_ahead", slow)
+    generate(model, PROMPTS[:1], Request(max_new_tokens=30))
+    assert calls[:2] == [1, 1] and max(calls) == 8
