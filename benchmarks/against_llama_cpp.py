@@ -132,12 +132,10 @@ def our_steps(target: Any, ids: list[int], kinds: Kinds) -> dict[str, float]:
     return result
 
 
-def rounded_steps(target: Any, ids: list[int], kinds: Kinds) -> dict[str, float]:
-    """`our_steps` with activations in bfloat16."""
-    target.use_activation_dtype(torch.bfloat16)
-    times = our_steps(target, ids, kinds)
-    target.use_activation_dtype(torch.float32)
-    return times
+def open_rounding(path: Path) -> Any:
+    """With activations in bfloat16, over float16 keys and values: of its own, as a change unmakes all steps."""
+    target, _ = open_target(str(path), None, 1, torch.float16, torch.bfloat16)
+    return target
 
 
 def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int], kinds: Kinds) -> dict[str, float]:
@@ -222,6 +220,7 @@ def compare(source: str, path: Path, threads: list[int], repeats: int, methods: 
     with the setting that suits it best."""
     kinds = Kinds()
     target, tokenizer = open_target(str(path))
+    rounding = open_rounding(path)
     drafts = drafts_for(source, target, methods)
     _, held_out = split(read_corpus())
     prompts = held_out_prompts(tokenizer, held_out, repeats, CONTEXT)
@@ -241,7 +240,7 @@ def compare(source: str, path: Path, threads: list[int], repeats: int, methods: 
             for dtype in KV_DTYPES:
                 target.kv_cache_dtype = find_kv_cache_dtype(dtype)
                 collect(mine[f"{label}, {dtype} KV"], our_steps(target, ids, kinds))
-            collect(rounded[label], rounded_steps(target, ids, kinds))
+            collect(rounded[label], our_steps(rounding, ids, kinds))
             target.kv_cache_dtype = None
             if DEFAULT in drafts and n not in costs:
                 costs[n] = measure_costs(target, tokenizer, drafts[DEFAULT], GREEDY, [CONTEXT], [1], 0.5)

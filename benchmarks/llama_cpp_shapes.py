@@ -33,7 +33,6 @@ from benchmarks.against_llama_cpp import (
     our_steps,
     report_header,
     rounded_row,
-    rounded_steps,
     step_row,
     their_steps,
 )
@@ -82,7 +81,9 @@ def our_times(path: Path, threads: list[int], repeats: int) -> Iterator[Times]:
         for n in threads:
             torch.set_num_threads(n)
             times[count_of(n, "thread")] = our_steps(target, ids, KINDS)
-            times[f"{count_of(n, 'thread')}{ROUNDED}"] = rounded_steps(target, ids, KINDS)
+            target.use_activation_dtype(torch.bfloat16)
+            times[f"{count_of(n, 'thread')}{ROUNDED}"] = our_steps(target, ids, KINDS)
+            target.use_activation_dtype(torch.float32)
         yield times
 
 
