@@ -133,7 +133,7 @@ def our_steps(target: Any, ids: list[int], kinds: Kinds) -> dict[str, float]:
 
 
 def open_rounding(path: Path) -> Any:
-    """With activations in bfloat16, over float16 keys and values: of its own, as a change unmakes all steps."""
+    """With activations in bfloat16, over float16 keys and values; a switch would unmake all steps."""
     target, _ = open_target(str(path), None, 1, torch.float16, torch.bfloat16)
     return target
 
