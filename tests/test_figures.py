@@ -149,3 +149,22 @@ def test_what_the_results_say_of_keys_and_values_of_two_bytes():
     rows = steps["batch of 16"], steps["batch of 32"]
     less = [1 - row["outpace_float16_ms"] / row["outpace_float32_ms"] for row in rows]
     assert f"they take {less[0] * 100:.0f} and {less[1] * 100:.0f} % less" in page("results.md")
+
+
+def test_what_the_results_say_of_verify_passes_and_of_llama_cpp_without_avx512():
+    words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+    times = {name: row["outpace_ms"] for name, row in report("llama-cpp")["steps"].items()}
+    eight, sixteen = (words[round(times[f"{n} tokens"] / times["1 token"])] for n in (8, 16))
+    assert f"8 tokens costs {eight} of them and one of 16 {sixteen}" in page("results.md")
+    names = "llama-cpp/theirs-avx2", "llama-cpp"
+    narrow, wide = (report(name)["text"]["llama.cpp"]["tokens_per_s"] for name in names)
+    share = {3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth"}[round(1 / (narrow / wide - 1))]
+    assert f"Without AVX-512 llama.cpp writes text {share} faster than with it" in page("results.md")
+
+
+def test_what_rounded_activations_bring_to_prompts():
+    shapes = report("llama-cpp/shapes")["shapes"]
+    for name in ("small-moe:bf16", "qwen3-0.6b:bf16"):
+        row = shapes[name]["steps"]["prompt of 512"]
+        assert round(row["outpace_rounded_ms"] / row["outpace_ms"] * 6) == 4
+    assert "two thirds of the time on larger models" in page("howto/decode.md")

@@ -161,11 +161,12 @@ def steps(
             if on_logits is not None:
                 for b, path, scores in zip(active, result.path, logits, strict=True):
                     on_logits(b, scores[path])
-            each = many is not None  # a step
-            kept = [rows.emit(b, tokens, each) for b, tokens in zip(active, result.tokens, strict=True)]
+            emitted = list(zip(active, result.tokens, strict=True))
             if many is not None:
-                trace.add_plain(B, active, kept)
+                trace.add_plain(B, active, [rows.emit_steps(b, tokens) for b, tokens in emitted])
             else:
+                for b, tokens in emitted:
+                    rows.emit(b, tokens)
                 accepted = [len(path) - 1 for path in result.path]
                 trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
             controller.learn(proposal, result.path)

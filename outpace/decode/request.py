@@ -78,15 +78,16 @@ class BatchRows:
         last = [i for i in going if i >= len(going)]
         return [last.pop() if self.done[b] else i for i, b in enumerate(rows[: len(going)])]
 
-    def emit(self, row: int, tokens: list[int], each: bool = False) -> int:
-        """Append the `tokens` of a step, or `each` of a step of its own, up to the row's limit or first stop
-        token, or to where `on_tokens` ends it -> how many."""
-        if each:
-            before = len(self.emitted[row])
-            for token in tokens:
-                if not self.done[row]:
-                    self.emit(row, [token])
-            return len(self.emitted[row]) - before
+    def emit_steps(self, row: int, tokens: list[int]) -> int:
+        """`emit` the token of each of several steps, until the row is done -> of how many."""
+        for step, token in enumerate(tokens):
+            if self.done[row]:
+                return step
+            self.emit(row, [token])
+        return len(tokens)
+
+    def emit(self, row: int, tokens: list[int]) -> None:
+        """Append the `tokens` of a step up to the row's limit or first stop token."""
         headroom = self.limits[row] - len(self.emitted[row])
         kept = tokens[:headroom]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]
@@ -96,7 +97,6 @@ class BatchRows:
         self.done[row] = bool(stops) or len(self.emitted[row]) == self.limits[row]
         if kept and self.on_tokens is not None and self.on_tokens(row, kept) is True:
             self.done[row] = True
-        return len(kept)
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]], request: Request) -> None:

@@ -87,7 +87,7 @@ static void block(const floats *x, int rows, int C, const Rows *m, float *sums) 
     for (long k = 0, chunk = parts > 1 ? CHUNK : m->k; k < m->k; k += chunk) for (int i = 0; i < parts; i++) {  // parts share weights in the first cache
         long to = MIN(k + chunk, m->k), every = INT32_MAX, ahead = 0;
         if (m->far) {  // each part fetches its share of the block after the next
-            every = MAX(1, 64 / at(m->kind, m->kind == F32 || m->kind == BF16 || m->kind == F16 ? W : 32)) * parts;
+            every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 || m->kind == F16 ? W : 32) * parts;
             ahead = 2 * MAX(C, COLS) * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
         }
         TILES_OF[m->kind](x + i * R, R, C, m, k, to, ahead, every, acc + i * R * C, sums + i * R * C);

@@ -292,6 +292,16 @@ def experts(form, e, f, c):
     return up, down, up.float(), down.float()
 
 
+def choices(c, e, k):
+    """m tokens [m, c], and k of e experts for each with their weights."""
+    for m in (1, 2, 7, 40, 67):
+        index = torch.rand(m, e).topk(k).indices
+        if m == 67:
+            index[:, 0] = 4  # more rows for one expert than a block takes
+            index[:, 1:] = torch.tensor([10, 0])
+        yield m, torch.randn(m, c), index, torch.rand(m, k)
+
+
 def moe_reference(x, index, weight, up, up_bias, down, down_bias, style, seen=torch.Tensor.double):
     """`seen`: what a matrix meets of x and of the hidden layer."""
     out = torch.zeros_like(x, dtype=torch.double)
@@ -318,11 +328,7 @@ def test_moe(form, c, f, style):
     e, k = 11, 3
     up, down, plain_up, plain_down = experts(form, e, f, c)
     biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
-    for m in (1, 2, 7, 40, 67):
-        x, index, weight = torch.randn(m, c), torch.rand(m, e).topk(k).indices, torch.rand(m, k)
-        if m == 67:
-            index[:, 0] = 4  # more rows for one expert than a block takes
-            index[:, 1:] = torch.tensor([10, 0])
+    for m, x, index, weight in choices(c, e, k):
         for a, b in (biases, (None, None)):
             ours = bindings.moe(x, index, weight, up, a, down, b, style)
             close(ours, moe_reference(x, index, weight, plain_up, a, plain_down, b, style))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gguf_blocks import blocks
-from test_cpu import experts, moe_reference, packed, unpack
+from test_cpu import choices, experts, moe_reference, packed, unpack
 
 from outpace.kernels import bindings
 from outpace.ops import moe as ops_moe
@@ -82,13 +82,7 @@ def test_experts_round_what_both_of_their_matrices_meet(form, c, f, style, monke
     e, k = 11, 3
     up, down, plain_up, plain_down = experts(form, e, f, c)
     biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
-    for m in (1, 2, 7, 40, 67):
-        x, index, weight = torch.randn(m, c), torch.rand(m, e).topk(k).indices, torch.rand(m, k)
-        if m == 67:
-            index[:, 0], index[:, 1:] = (
-                4,
-                torch.tensor([10, 0]),
-            )  # more rows for one expert than a block takes
+    for m, x, index, weight in choices(c, e, k):
         given = index, weight, up, biases[0], down, biases[1], style
         ours = bindings.moe(x, *given, rounded=True)
         dense = plain_up, biases[0], plain_down, biases[1]
