@@ -55,8 +55,8 @@ class Controller(Protocol):
         ...
 
     def rest(self, most: int) -> int:
-        """After a `width` of 1: how many autoregressive steps come now, at most `most`, as one to `learn` of;
-        the next decision is after them."""
+        """Where one position is verified: how many autoregressive steps come now, at most `most`, as one to
+        `learn` of; the next decision is after them."""
         ...
 
     def cut(self, proposal: Proposal) -> Proposal:
@@ -251,7 +251,8 @@ class Adaptive:
         return width
 
     def rest(self, most: int) -> int:
-        assert self.predicted is not None, "width comes first"
+        if self._width > 1:  # a look at a proposal, which the prediction has the seconds of
+            return 1
         self._resting = min(most, self.wait + 1)
         self.wait -= self._resting - 1
         self.rested += self._resting - 1

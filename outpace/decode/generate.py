@@ -141,11 +141,13 @@ def steps(
                 offered = deferred.propose(last, n, rule.sampler)
             with trace.timed("rest"):
                 proposal = controller.cut(offered)
+                n = proposal.tokens.shape[1]
         else:
             proposal = offered = roots(last)
         with trace.timed("verify"):
             many = ahead.steps(last, cache, rows, active, controller, aux, trace.steps) if n == 1 else None
             if many is not None:
+                check_finite(f"step {trace.steps + 1}", last, offered, finite=True)
                 proposal, states, result = many
             else:
                 counts = None if draft is None else proposal.counts

@@ -9,7 +9,7 @@
 
 typedef void (*Item)(const void *with, long item, long me);  // me: 0 the caller, 1.. the others; each scratch memory's own
 typedef struct { long next, end, pad[6]; } Share;            // a thread's own items, so that small weights stay in its cache; then it steals
-enum { SPINS = 4000, PATIENCE = 200000, SHORTEST = 5000000, LONGEST = 100000000 };  // turns of a loop; nanoseconds
+enum { SPINS = 4000, LINGER = 24000, PATIENCE = 200000, SHORTEST = 5000000, LONGEST = 100000000 };  // turns of a loop, LINGER's twice as long, about a millisecond; nanoseconds
 enum { SLICE = 2000000, MOST_CREDIT = 20000000 };  // nanoseconds: how long who loses a core is without it; of a pool that was not kept waiting
 // Of the gate, from the right: threads inside; how many may enter; whether it is open; the number of the job.
 enum { ENTERED = 0xff, ROOM = 8, OPEN = 1 << 16, JOB = 17 };
@@ -54,7 +54,7 @@ static void *member(void *unused) {
             work(1 + (gate & ENTERED));
             job = gate >> JOB, turns = 0;
             atomic_fetch_add(&pool.left, 1);
-        } else if (++turns < SPINS) relax();
+        } else if (++turns < SPINS || (turns < LINGER && now() - pool.stalled > LONGEST)) relax();  // to be woken takes as long as a short step
         else {
             pthread_mutex_lock(&pool.sleep);
             atomic_fetch_add(&pool.asleep, 1);

@@ -422,3 +422,14 @@ def test_a_plain_step_is_predicted_as_such():
         controller.learn(chain(width=1), [[0]])
     assert controller.predicted == pytest.approx((1.0, 1e-4 + embedded().round_seconds(1, 256)))
     assert Fixed(3).predicted is None and Fixed(3).width([1]) == 3
+
+
+def test_what_a_look_costs_is_charged_though_nothing_is_verified():
+    controller = Adaptive(embedded())
+    controller.begin(8)
+    controller.width([256])
+    one = controller.cut(chain([[0.0] * 7]))
+    predicted, before = controller.predicted, controller.account
+    assert one.counts == [1] and controller.rest(8) == 1 and controller.predicted == predicted
+    controller.learn(one, [[0]])
+    assert controller.account < before

@@ -15,6 +15,7 @@ from outpace.decode.calibrate import calibrate
 from outpace.decode.controller import Adaptive, Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.drafts.tree import cut
 from outpace.kernels import bindings
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, named_tensors
@@ -213,3 +214,20 @@ def test_one_slow_step_is_forgotten(monkeypatch):
     monkeypatch.setattr(Decoder, "run_ahead", slow)
     generate(model, PROMPTS[:1], Request(max_new_tokens=30))
     assert calls[:2] == [1, 1] and max(calls) == 8
+
+
+def test_a_look_that_nothing_is_verified_of_is_one_of_them(monkeypatch):
+    model = plain("gpt_oss")
+    draft = random_dflash(model, 4)
+
+    class Looking(Fixed):
+        def cut(self, proposal):
+            return cut(proposal, 1)
+
+    request = Request(max_new_tokens=20)
+    wanted = generate(model, PROMPTS, request).tokens
+    got = texts(model, request, monkeypatch, 8, draft=draft, controller=Looking(4))
+    assert got[0] == wanted and set(got[3]) == {1} and len(got[3]) == 19
+    draft.draft.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="step 1: the draft's logits are not finite"):
+        generate(model, PROMPTS, request, draft, controller=Looking(4))

@@ -424,4 +424,18 @@ MUTANTS = [
         "controller.rest(most)",
         "tests/decode/test_run_ahead.py",
     ),
+    (
+        "a draft's scores that are none pass where nothing is verified",
+        "outpace/decode/generate.py",
+        "last, offered, finite=True)",
+        "last, None, finite=True)",
+        "tests/decode/test_run_ahead.py",
+    ),
+    (
+        "a look at a proposal is followed by as long a rest as none",
+        "outpace/decode/controller.py",
+        "if self._width > 1:  # a look",
+        "if False:  # a look",
+        "tests/decode/test_controller.py",
+    ),
 ]
