@@ -1,13 +1,11 @@
 """Steps without draft tokens, several in one native call: a short step is not to wait for Python."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from outpace.decode.acceptance import AcceptanceRule, Match, VerifyResult
-from outpace.decode.controller import Controller
-from outpace.decode.request import BatchRows
+from outpace.decode.acceptance import VerifyResult
 from outpace.drafts.base import Proposal, not_finite
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
@@ -19,31 +17,30 @@ Verified = tuple[Proposal, Tensor | None, VerifyResult]  # with aux [n, B, N, C]
 
 
 class RunAhead:
-    """How many steps a call makes, and whether one can: greedy decoding, `wanted` by nobody else a step."""
+    """How many greedy steps a call makes, and whether one can."""
 
-    def __init__(self, target: Target, rule: AcceptanceRule, wanted: bool = True) -> None:
-        greedy = isinstance(rule, Match) and rule.sampling.is_argmax
-        self.target = target if wanted and greedy and isinstance(target, Decoder) else None
+    def __init__(self, target: Target, wanted: bool = True) -> None:
+        self.target = target if wanted and isinstance(target, Decoder) else None
         self.seconds = SECONDS  # of a step
 
     def steps(
         self,
         last: Tensor,
         cache: KVCache,
-        rows: BatchRows,
-        active: Sequence[int],
-        controller: Controller,
+        left: int,
+        rest: Callable[[int], int],
+        stop: Iterable[int],
         aux: Sequence[int],
         done: int,
     ) -> Verified | None:
-        """Where `controller` has chosen a step without draft tokens, after `last` [B] and `done` steps: that
-        one and some to come, as one of which all draft tokens were accepted. None: it is to be made as any
-        other. Raises ValueError for logits that are not finite."""
+        """A step without draft tokens after `last` [B] and `done` steps, and some to come, as one of which
+        all draft tokens were accepted: as many of the `left` ones as take no longer than SECONDS, and as the
+        controller's `rest` allows. None: it is to be made as any other. Raises ValueError for logits that
+        are not finite."""
         if self.target is None:
             return None
         most = min(MOST, max(int(SECONDS / self.seconds), 1))  # one slow step says little
-        left = min(rows.limits[b] - len(rows.emitted[b]) for b in active)
-        return self.make(last, cache, controller.rest(min(most, left)), rows.request.stop, aux, done)
+        return self.make(last, cache, rest(min(most, left)), stop, aux, done)
 
     def make(
         self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int], aux: Sequence[int], done: int = 0

@@ -329,7 +329,7 @@ def _measure(
         timings.show.append(timer.seconds / n)
         target(chunk, plain_cache)
     rule = acceptance_rule(request, rows, generator(SEED, target.device))
-    ahead = RunAhead(target, rule)
+    ahead = RunAhead(target, request.takes_argmax)
     deferred = Deferred(session)
     kinds = (0, *widths)  # 0: autoregressive decoding
     plain_at = context

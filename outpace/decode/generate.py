@@ -126,7 +126,7 @@ def steps(
         return
 
     active = list(range(B))
-    ahead = RunAhead(target, rule, wanted=partial is None and on_logits is None)
+    ahead = RunAhead(target, request.takes_argmax and partial is None and on_logits is None)
     while running := rows.running(active):
         if len(running) < len(active):  # finished rows leave the batch
             for part in (cache, rule, deferred):
@@ -145,7 +145,10 @@ def steps(
         else:
             proposal = offered = roots(last)
         with trace.timed("verify"):
-            many = ahead.steps(last, cache, rows, active, controller, aux, trace.steps) if n == 1 else None
+            many = None
+            if n == 1:
+                left = min(rows.limits[b] - len(rows.emitted[b]) for b in active)
+                many = ahead.steps(last, cache, left, controller.rest, request.stop, aux, trace.steps)
             if many is not None:
                 check_finite(f"step {trace.steps + 1}", last, offered, finite=True)
                 proposal, states, result = many

@@ -46,6 +46,11 @@ class Request:
             raise ValueError("draft_temperature: the rule match samples no draft tokens; use another rule")
 
     @property
+    def takes_argmax(self) -> bool:
+        """Whether the next token is always the most likely one."""
+        return self.sampling.is_argmax and not self.grammars
+
+    @property
     def effective_rule(self) -> str:
         """One of COST_RULES: the rule, or "greedy" at temperature 0, where all rules are the same."""
         return self.rule if self.sampling.temperature else GREEDY

@@ -16,12 +16,14 @@ from threading import Condition
 import torch
 from torch import Tensor
 
+from outpace.decode.ahead import RunAhead, Verified
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.request import check_prompts
 from outpace.decode.reuse import reusable
 from outpace.drafts.base import Draft, Proposal, check_finite, roots
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
+from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
 from outpace.models.decoder import Output, Target
 from outpace.models.native_step import step_bytes
@@ -95,6 +97,7 @@ class Engine:
         self.held: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.used = [0.0] * config.max_num_seqs
         self.rounds = 0
+        self.ahead = RunAhead(target)
 
     @property
     def nbytes(self) -> int:
@@ -251,7 +254,8 @@ class Engine:
             sequence.draw(logits[b : b + 1])
 
     def _decode(self, some: Rows[Sequence]) -> None:
-        """One step of each: propose, verify together, commit. See `decode.generate.steps`."""
+        """One step of each: propose, verify together, commit; or some without draft tokens. See
+        `decode.generate.steps`."""
         began = time.perf_counter()
         lengths, drafting = [s.cached for s in some], any(s.draft is not None for s in some)
         cache = self.cache.of([s.row for s in some], lengths)
@@ -261,26 +265,41 @@ class Engine:
             proposal = self.controller.cut(offered)
         else:
             proposal = offered = roots(torch.tensor([s.last for s in some], device=self.target.device))
-        out = self.target(
-            proposal.tokens,
-            cache,
-            counts=proposal.counts,
-            tree=proposal.tree,
-            aux=self._aux(some),
-            logits=True,
-        )
-        assert out.logits is not None
-        check_finite(f"round {self.rounds}", out.logits, offered, out.finite)
-        paths = self._verify(some, proposal, out)
-        cache.commit(paths)
+        many = None
+        if proposal.tokens.shape[1] == 1:
+            many = self._run_ahead(some, proposal.tokens[:, 0], cache, drafting)
+        if many is not None:
+            check_finite(f"round {self.rounds}", proposal.tokens, offered, finite=True)
+            proposal, aux, result = many
+            paths = [s.take_steps(tokens) for s, tokens in zip(some, result.tokens, strict=True)]
+        else:
+            what = {"counts": proposal.counts, "tree": proposal.tree, "aux": self._aux(some)}
+            out = self.target(proposal.tokens, cache, **what, logits=True)
+            assert out.logits is not None
+            check_finite(f"round {self.rounds}", out.logits, offered, out.finite)
+            paths, aux = self._verify(some, proposal, out), out.aux
+            cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
-            sequence.cached = cache.lengths[b]
+            sequence.cached = lengths[b] + len(path)
             if sequence.shared is not None:
-                aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
-                states = accepted_states(row_of(proposal, b), aux, [path])
+                own = self._aux_of(sequence, aux, b, proposal.counts[b])
+                states = accepted_states(row_of(proposal, b), own, [path])
                 sequence.shared.add(sequence.row, states)
         if drafting:
             self.controller.learn(proposal, paths, time.perf_counter() - began)
+
+    def _run_ahead(
+        self, some: Rows[Sequence], last: Tensor, cache: KVCache, drafting: bool
+    ) -> Verified | None:
+        """Steps without draft tokens in one call, where all are greedy, and no prompt waits for their end."""
+        if not all(s.request.takes_argmax and s.on_logits is None for s in some):
+            return None
+        if len(some) < len(self.running):
+            return None
+        stop = frozenset[int]().union(*(s.request.stop for s in some))
+        rest = self.controller.rest if drafting else (lambda most: most)
+        left = min(s.left for s in some)
+        return self.ahead.steps(last, cache, left, rest, stop, self._aux(some), self.rounds)
 
     def _propose(self, some: Rows[Sequence], n: int) -> Proposal:
         """Of all, in at most `n` positions each: in one forward those that share a draft and a width."""
@@ -310,7 +329,7 @@ class Engine:
         paths: list[list[int]] = []
         for b, sequence in enumerate(some):
             n = proposal.counts[b]
-            if n == 1 and best is not None and sequence.takes_argmax:
+            if n == 1 and best is not None and sequence.request.takes_argmax:
                 paths.append(sequence.take(best[b][0], out.logits[b]))
                 continue
             own = None if out.best is None else out.best[b : b + 1, :n]

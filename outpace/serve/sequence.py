@@ -56,7 +56,6 @@ class Sequence:
         self.rule: AcceptanceRule = acceptance_rule(
             self.request, [self.prompt], generator(self.seed, self.device)
         )
-        self.takes_argmax = self.request.sampling.is_argmax and not self.request.grammars
         self.session: DraftSession | None = None  # of a draft that reads text alone
         self.shared: SharedDraft | None = None  # its draft, where it reads hidden states
         self.times = {"arrived": time.perf_counter()}  # and "admitted", "first", "ended", once they come
@@ -74,6 +73,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens of prompt and output, at most."""
         return len(self.prompt) + self.request.max_new_tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.output.limits[0] - len(self.tokens)
 
     @property
     def in_cache(self) -> list[int]:
@@ -136,12 +140,21 @@ class Sequence:
             self.emit(self.rule.draw(logits).tolist())
 
     def take(self, token: int, logits: Tensor) -> list[int]:
-        """A step without draft tokens where `takes_argmax`: logits [N, V], the argmax of the first of them ->
-        the accepted path."""
+        """A step without draft tokens where its request takes the argmax: logits [N, V], the argmax of the
+        first of them -> the accepted path."""
         self.score(logits[:1])
         self.count(0, 0)
         self.emit([token])
         return [0]
+
+    def take_steps(self, tokens: list[int]) -> list[int]:
+        """The tokens of several such steps, until it is done -> the path of those that were taken."""
+        for step, token in enumerate(tokens):
+            if self.done:
+                return list(range(step))
+            self.count(0, 0)
+            self.emit([token])
+        return list(range(len(tokens)))
 
     def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None) -> list[int]:
         """Its row of a step: logits [1, N, V] -> the accepted path; what it commits goes out."""

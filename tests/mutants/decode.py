@@ -398,9 +398,9 @@ MUTANTS = [
     ),
     (
         "a drawn token is taken for the most likely one in calls of several steps",
-        "outpace/decode/ahead.py",
-        "isinstance(rule, Match) and rule.sampling.is_argmax",
-        "isinstance(rule, Match)",
+        "outpace/decode/request.py",
+        "return self.sampling.is_argmax and not self.grammars",
+        "return not self.grammars",
         "tests/decode/test_run_ahead.py",
     ),
     (
@@ -420,8 +420,8 @@ MUTANTS = [
     (
         "a call of several steps is longer than what is left of a row",
         "outpace/decode/ahead.py",
-        "controller.rest(min(most, left))",
-        "controller.rest(most)",
+        "rest(min(most, left))",
+        "rest(most)",
         "tests/decode/test_run_ahead.py",
     ),
     (

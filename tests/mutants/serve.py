@@ -326,4 +326,32 @@ MUTANTS = [
         "  # rounding may exceed",
         "tests/ops/test_sampling.py",
     ),
+    (
+        "a request that has ended within a call of several steps goes on in the cache",
+        "outpace/serve/engine.py",
+        "sequence.cached = lengths[b] + len(path)",
+        "sequence.cached = lengths[b] + max(map(len, paths))",
+        "tests/serve/test_engine.py",
+    ),
+    (
+        "a prompt waits for a call of several steps",
+        "outpace/serve/engine.py",
+        "if len(some) < len(self.running):",
+        "if False:",
+        "tests/serve/test_engine.py",
+    ),
+    (
+        "a call of several steps chooses for a request that draws",
+        "outpace/serve/engine.py",
+        "if not all(s.request.takes_argmax and s.on_logits is None for s in some):",
+        "if not all(s.on_logits is None for s in some):",
+        "tests/serve/test_engine.py",
+    ),
+    (
+        "a call of several steps has no scores for who asked for them",
+        "outpace/serve/engine.py",
+        "s.request.takes_argmax and s.on_logits is None for s",
+        "s.request.takes_argmax for s",
+        "tests/serve",
+    ),
 ]

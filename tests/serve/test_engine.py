@@ -13,12 +13,15 @@ import torch
 from dflash_drafts import random_dflash
 from eagle3_drafts import bound_eagle3
 
+from outpace.decode import ahead
+from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import BoundDFlash
 from outpace.drafts.lookup import NGram
 from outpace.kernels import bindings
 from outpace.models.cuda_graphs import GraphTarget
+from outpace.models.decoder import Decoder
 from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, generator
 from outpace.serve.engine import Engine, EngineConfig, QueueFull
@@ -251,11 +254,12 @@ def test_an_error_ends_those_that_met_it():
 def test_an_error_of_the_target_ends_the_round_and_not_the_engine(monkeypatch):
     model = target()
     engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100))
-    first, second = Client([5, 6, 7], request(9)), Client([8, 9], request(9))
+    first, second = Client([5, 6, 7], request(50)), Client([8, 9], request(9))
     engine.add(first.sequence)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
+        for name in ("forward", "run_ahead"):
+            patch.setattr(type(model), name, lambda *_, **__: 1 / 0)
         engine.step()
     assert isinstance(first.ends[0], ZeroDivisionError)
     engine.add(second.sequence)
@@ -356,3 +360,68 @@ def test_logits_come_with_the_tokens_and_stop_tokens_end_it():
     assert client.tokens == alone(model, [5, 6, 5, 6, 5], wanted, 0)
     assert seen[: len(client.tokens)] == client.tokens
     assert torch.is_inference_mode_enabled() is False
+
+
+class Resting(Fixed):
+    """Every third round proposes."""
+
+    def width(self, lengths):
+        self.turn = getattr(self, "turn", -1) + 1
+        return 1 if self.turn % 3 else self.positions
+
+    def rest(self, most):
+        return min(most, 5)
+
+
+@pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
+@pytest.mark.parametrize("kind", [None, "dflash"])
+def test_greedy_requests_make_several_steps_in_a_call(kind, monkeypatch):
+    """Some end within one, by a stop token or their limit; what they leave is reused."""
+    monkeypatch.setattr(ahead, "SECONDS", 1e3)
+    model, calls, run_ahead = target(), [], Decoder.run_ahead
+    draft = BoundDFlash(random_dflash(model), model) if kind else None
+    prompts = [[5, 6, 7], [*range(20, 50)], [9] * 12, [8, 11]]
+    long = [replace(request(40), stop=frozenset()) for _ in prompts]
+    answers = [alone(model, prompt, wanted, 0) for prompt, wanted in zip(prompts, long, strict=True)]
+    stop = frozenset({answers[1][13], answers[2][4]})
+    wanted = [*long[:1], *(replace(long[0], stop=stop) for _ in prompts[1:3]), request(3)]
+    answers = [alone(model, prompt, want, 0) for prompt, want in zip(prompts, wanted, strict=True)]
+
+    def counted(self, last, *given):
+        done = run_ahead(self, last, *given)
+        calls.append(tuple(done.tokens.shape))
+        return done
+
+    monkeypatch.setattr(Decoder, "run_ahead", counted)
+    engine = Engine(
+        model, EngineConfig(max_num_seqs=4, max_model_len=100), [draft] if draft else [], Resting(4)
+    )
+    clients = [Client(p, want, draft=draft) for p, want in zip(prompts, wanted, strict=True)]
+    for client in clients:
+        engine.add(client.sequence)
+    run(engine)
+    assert [client.tokens for client in clients] == answers
+    assert {len(answer) for answer in answers} > {3, 40} and max(n for _, n in calls) >= 5
+    assert sum(client.sequence.rounds for client in clients) > 2 * len(calls)
+    again = Client(prompts[1] + answers[1], request(9))
+    engine.add(again.sequence)
+    run(engine)
+    assert again.sequence.reused == len(prompts[1] + answers[1]) - 1
+    assert again.tokens == alone(model, prompts[1] + answers[1], request(9), 0)
+
+
+@pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
+def test_a_prompt_or_a_drawn_token_is_waited_for_one_step(monkeypatch):
+    monkeypatch.setattr(ahead, "SECONDS", 1e3)
+    model, calls, run_ahead = target(), [], Decoder.run_ahead
+    monkeypatch.setattr(Decoder, "run_ahead", lambda *given: calls.append(given[3]) or run_ahead(*given))
+    engine = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=200))
+    engine.add(Client([5, 6, 7], request(60)).sequence)
+    for _ in range(3):  # of the first call it is not known how long a step takes
+        engine.step()
+    assert calls == [1, 8]
+    calls.clear()
+    engine.add(Client([*range(5, 90)] * 2, request(20, 0.8)).sequence)  # three chunks, then draws
+    while len(engine.running) != 1 or engine.waiting:
+        engine.step()
+    assert not calls
