@@ -5,6 +5,7 @@ Those of drafts are in draft_bindings.py.
 
 import os
 from collections.abc import Sequence
+from ctypes import addressof, c_int64
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -452,16 +453,26 @@ def pack_top(x: Tensor, ids: Tensor, values: Tensor, lse: Tensor) -> Any:
     return _c.Top(*tensors, m, n, k, _threads())
 
 
-def move(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
-    """caches [B, K, S + 1, D], of one dtype, S of each its own; source, target [B, n] int64: indices of
-    tokens, each in slot index % S, or -1 in both for none. In place."""
-    first = caches[0]
-    B, K, _, D = first.shape
-    assert source.is_contiguous() and target.is_contiguous() and source.shape == target.shape
-    assert all(m.is_contiguous() and m.dtype == first.dtype and m.shape[:2] == (B, K) for m in caches)
-    table = torch.tensor([x for m in caches for x in (m.data_ptr(), m.shape[2] - 1)], dtype=torch.int64)
-    tensors = table.data_ptr(), source.data_ptr(), target.data_ptr()
-    _c.move(_c.Moves(*tensors, len(caches), B, K, source.shape[1], D * first.element_size()))
+class Memories:
+    """Tensors [B, K, S + 1, D] of one dtype, S of each its own, as `move` reads them."""
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        first = caches[0]
+        self.B, self.K, _, D = first.shape
+        assert all(m.is_contiguous() and m.dtype == first.dtype for m in caches)
+        assert all(m.shape[:2] == first.shape[:2] and m.shape[3] == D for m in caches)
+        numbers = [x for m in caches for x in (m.data_ptr(), m.shape[2] - 1)]
+        self.table, self.count = (c_int64 * len(numbers))(*numbers), len(caches)
+        self.row_bytes = D * first.element_size()
+
+
+def move(memories: Memories, source: Sequence[int], target: Sequence[int]) -> None:
+    """source, target, row after row of B: indices of tokens, each in slot index % S, or -1 in both for none.
+    In place."""
+    count, B = len(source), memories.B
+    indices = (c_int64 * count)(*source), (c_int64 * count)(*target)
+    pointers = addressof(memories.table), *map(addressof, indices)
+    _c.move(_c.Moves(*pointers, memories.count, B, memories.K, count // B, memories.row_bytes))
 
 
 def index_scores(q: Tensor, w: Tensor, keys: Tensor, start: Tensor, seen: int, chain: bool) -> Tensor:

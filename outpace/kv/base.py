@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outpace.kernels.program import pack_rings
 from outpace.kv.metadata import FEW, KVView, StepMetadata
-from outpace.kv.moves import kept_rows, move
+from outpace.kv.moves import Moves, Pairs, kept_rows
 from outpace.kv.topk import Index, Lists, TopKConfig, choose
 from outpace.kv.tree import Tree
 
@@ -193,7 +193,7 @@ class KVCache:
         # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
         self.epoch = 0  # changes when the memories become other tensors, or remember something else
-        self._programs_see: tuple[int, bytes, tuple[int, ...]] = -1, b"", ()  # of which epoch
+        self._packed: Packed | None = None
         self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
             if own and layer in own:
@@ -226,20 +226,27 @@ class KVCache:
     @property
     def rings(self) -> bytes:
         """Where all layers' keys and values are, for a program's `Rings`; of `module_layers` nowhere."""
-        return self._for_programs()[1]
+        return self._of_kernels().rings
 
     @property
     def module_layers(self) -> tuple[int, ...]:
         """The layers whose attention no program computes: their memories are not plain, or record queries."""
-        return self._for_programs()[2]
+        return self._of_kernels().module_layers
 
-    def _for_programs(self) -> tuple[int, bytes, tuple[int, ...]]:
-        if self._programs_see[0] != self.epoch:
+    def _of_kernels(self) -> "Packed":
+        if self._packed is None or self._packed.epoch != self.epoch:
             native = [memory.plain and not memory.record_queries for memory in self.layers]
             pairs = [(m.k, m.v) if ok else None for m, ok in zip(self.layers, native, strict=True)]
             others = tuple(i for i, ok in enumerate(native) if not ok)
-            self._programs_see = self.epoch, pack_rings(pairs), others
-        return self._programs_see
+            self._packed = Packed(self.epoch, pack_rings(pairs), others)
+        return self._packed
+
+    @property
+    def _moves(self) -> Moves:
+        packed = self._of_kernels()
+        if packed.moves is None:
+            packed.moves = moves_of(self.layers)
+        return packed.moves
 
     def begin(
         self,
@@ -278,6 +285,7 @@ class KVCache:
             raise ValueError(
                 "only a cache of whole keys and values can be shared by sequences that come and go"
             )
+        self._of_kernels()  # once for all of them
         own = copy(self)
         own.rows, own.lengths, own.last_start = tuple(rows), list(lengths), list(lengths)
         return own
@@ -373,31 +381,30 @@ class KVCache:
                 )
             self._check_rewind(b, start + len(columns))
             moves.append(([c for c, _ in moved], [i for _, i in moved]))
-        widest = max(len(source) for source, _ in moves)
-        if widest:
-            padded = [[x + [-1] * (widest - len(x)) for x in pair] for pair in moves]
-            self._move(torch.tensor(padded, device=self.device).transpose(0, 1))
+        if any(source for source, _ in moves):
+            self._move(moves)
         self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])
 
-    def _move(self, columns: Tensor) -> None:
-        """[2, B, n] int64: from which position of the last forward to which; -1 for none."""
+    def _move(self, pairs: Pairs) -> None:
+        """Positions of the last forward."""
         start = self.last_start
         if self.rows:
-            R = len(self.layers[0].k)
-            every = columns.new_full((2, R, columns.shape[2]), -1)
-            every[:, list(self.rows)] = columns
-            columns, starts = every, dict(zip(self.rows, start, strict=True))
-            start = [starts.get(row, 0) for row in range(R)]
-        move_positions(self.layers, columns, start)
+            of_row = dict(zip(self.rows, zip(start, pairs, strict=True), strict=True))
+            every = [of_row.get(row, (0, ([], []))) for row in range(len(self.layers[0].k))]
+            start, pairs = [begin for begin, _ in every], [pair for _, pair in every]
+        self._moves(start, pairs)
 
 
-def move_positions(memories: Sequence[LayerCache], columns: Tensor, start: list[int]) -> None:
-    """positions [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
-    memories at once."""
-    starts = torch.tensor(start, device=columns.device)[:, None]
-    source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
-    alike: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-    for x in (x for memory in memories for x in memory.parts if x.shape[3]):
-        alike.setdefault((x.shape[1], x.shape[3], x.dtype), []).append(x)
-    for tensors in alike.values():
-        move(tensors, source, target)
+@dataclass
+class Packed:
+    """Of a cache's memories, as of an `epoch`: what kernels read, see `KVCache`."""
+
+    epoch: int
+    rings: bytes
+    module_layers: tuple[int, ...]
+    moves: Moves | None = None
+
+
+def moves_of(memories: Sequence[LayerCache]) -> Moves:
+    """All that is remembered of a token together."""
+    return Moves([x for memory in memories for x in memory.parts if x.shape[3]])

@@ -6,19 +6,44 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import use_kernel
+from outpace.kernels.bindings import captured
+
+Pairs = Sequence[tuple[list[int], list[int]]]  # of each row: positions of tokens, from and to
 
 
-def move(memories: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
-    """memories [B, K, S + 1, D], S of each its own; source, target [B, n] int64: indices of tokens, which lie
-    in slot index % S, or -1 in both for none. In place; all sources are read before a target is written."""
-    if use_kernel(source):
-        bindings.move(memories, source, target)
-    else:
-        reference_move(memories, source, target)
+class Moves:
+    """Of the memories [B, K, S + 1, D] of a cache, S, K and D each its own; packed once for the kernel. A
+    token of index i lies in slot i % S."""
+
+    def __init__(self, memories: Sequence[Tensor]) -> None:
+        alike: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        for x in memories:
+            alike.setdefault((x.shape[1], x.shape[3], x.dtype), []).append(x)
+        self.groups = list(alike.values())
+        self.device = memories[0].device
+        self.tables: list[bindings.Memories] | None = None
+        if self.device.type == "cpu" and not captured(memories[0]) and bindings.available():
+            self.tables = [bindings.Memories(group) for group in self.groups]
+
+    def __call__(self, start: Sequence[int], pairs: Pairs) -> None:
+        """In place; all sources are read before a target is written. Positions are those after the row's
+        `start` [B]."""
+        n = max(len(source) for source, _ in pairs)
+        source, target = list[int](), list[int]()
+        for begin, pair in zip(start, pairs, strict=True):
+            for indices, positions in zip((source, target), pair, strict=True):
+                indices += [begin + x for x in positions] + [-1] * (n - len(positions))
+        if self.tables is not None:
+            for table in self.tables:
+                bindings.move(table, source, target)
+            return
+        at = torch.tensor((source, target), device=self.device).view(2, len(pairs), n)
+        for group in self.groups:
+            reference_move(group, *at)
 
 
 def reference_move(memories: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+    """source, target [B, n] int64: indices of tokens, or -1 in both for none."""
     lines: dict[int, list[Tensor]] = {}  # formed once for all memories of a size
     for memory in memories:
         slots = memory.shape[2]

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kv.base import KVCache, LayerCache, RecordedQueries, move_positions
+from outpace.kv.base import KVCache, LayerCache, RecordedQueries, moves_of
 from outpace.kv.metadata import KVView, StepMetadata
+from outpace.kv.moves import Pairs
 from outpace.kv.topk import Index, reference_scores
 from outpace.kv.tree import Tree
 
@@ -316,8 +317,8 @@ class PartialCache(KVCache):
                 f"cache's; it cannot be rewound to {n}"
             )
 
-    def _move(self, columns: Tensor) -> None:
+    def _move(self, pairs: Pairs) -> None:
         shared = [memory for memory in self.layers if not isinstance(memory, PartialLayerCache)]
         if shared:
-            move_positions(shared, columns, self.last_start)
-        move_positions(self.partials, columns, self._near(self.last_start))
+            moves_of(shared)(self.last_start, pairs)
+        moves_of(self.partials)(self._near(self.last_start), pairs)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 import numpy as np
 import torch
@@ -287,8 +286,8 @@ class NativeStep:
             self._between(self.group)
 
     def _point_to(self, cache: KVCache) -> None:
-        self.rings.point_to(cache.rings)
-        self.cache, self.epoch = ref(cache), cache.epoch
+        self.seen = cache.rings
+        self.rings.point_to(self.seen)
 
     def _mlp(self, mlp: MLP) -> None:
         wide = mlp.gate_up_proj.weight.shape[0]
@@ -319,7 +318,7 @@ class NativeStep:
         self.y.view(size).copy_(attention(self.normed.view(size), *angles, cache.layers[layer], step))
 
     def knows(self, cache: KVCache) -> bool:
-        return self.cache() is cache and self.epoch == cache.epoch
+        return self.seen is cache.rings
 
     def _begin(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> None:
         if not self.knows(cache):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from outpace.decode.request import BatchRows, Request
 from outpace.kernels import bindings
-from outpace.kv.base import LayerCache, move_positions
-from outpace.kv.moves import kept_rows, move, reference_move
+from outpace.kv.base import LayerCache, moves_of
+from outpace.kv.moves import Moves, kept_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,18 +16,18 @@ def test_every_layer_moves_as_row_by_row(dtype):
     B, K, D = 3, 2, 5
     sizes = (23, 7, 23)  # two dense memories and a ring
     memories = [torch.randn(B, K, size + 1, D).to(dtype) for size in sizes]
-    source = torch.tensor([[15, 17, 19], [20, -1, -1], [18, 21, -1]])
-    target = torch.tensor([[14, 15, 16], [17, -1, -1], [17, 18, -1]])
+    start, pairs = [14, 17, 16], [([1, 3, 5], [0, 1, 2]), ([3], [0]), ([2, 5], [1, 2])]
     wanted = [m.clone() for m in memories]
     for memory, size in zip(wanted, sizes, strict=True):
-        for b in range(B):
+        for b, (begin, pair) in enumerate(zip(start, pairs, strict=True)):
             before = memory[b].clone()
-            for s, t in zip(source[b].tolist(), target[b].tolist(), strict=True):
-                if s >= 0:
-                    memory[b, :, t % size] = before[:, s % size]
-    for way in (move, reference_move):
+            for s, t in zip(*pair, strict=True):
+                memory[b, :, (begin + t) % size] = before[:, (begin + s) % size]
+    for by_kernel in (True, False):
         got = [m.clone() for m in memories]
-        way(got, source, target)
+        moves = Moves(got)
+        moves.tables = moves.tables if by_kernel else None
+        moves(start, pairs)
         for a, b, size in zip(got, wanted, sizes, strict=True):
             assert torch.equal(a[:, :, :size], b[:, :, :size])
     assert bindings.available()  # else the kernel was not tried
@@ -42,7 +42,7 @@ def test_memories_of_several_dtypes_are_moved_together():
     wanted = [part.clone() for memory in memories for part in memory.parts]
     for part in wanted:
         part[0, :, 8], part[1, :, 3] = part[0, :, 9].clone(), part[1, :, 6].clone()
-    move_positions(memories, torch.tensor([[[2], [3]], [[1], [0]]]), [7, 3])
+    moves_of(memories)([7, 3], [([2], [1]), ([3], [0])])
     assert all(map(torch.equal, [part for memory in memories for part in memory.parts], wanted))
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 import tiny
@@ -350,9 +351,11 @@ def test_what_a_program_does_not_cover_runs_through_the_modules():
 def test_a_step_serves_one_cache_after_another():
     """Of other sizes, in turn, and after the first is gone."""
     model, texts = plain("gpt_oss"), (tiny.tokens(1, 9, seed=1), tiny.tokens(1, 9, seed=2))
+    remembered = []
 
     def run():
         caches, hidden = [model.make_cache(1, n, slack=3) for n in (12, 30)], []
+        remembered.extend(map(ref, caches))
         for at in range(9):
             for text, cache in zip(texts, caches, strict=True):
                 hidden.append(model(text[:, at : at + 1], cache).hidden)
@@ -361,7 +364,9 @@ def test_a_step_serves_one_cache_after_another():
     first = run()
     (step,) = model.native_steps.values()
     gc.collect()
-    assert step.cache() is None, "a step keeps the keys and values of a text that is done"
+    assert [cache() for cache in remembered] == [None, None], (
+        "a step keeps the keys and values of a text that is done"
+    )
     assert torch.equal(first, run()) and list(model.native_steps.values()) == [step]
     model.native = False
     assert torch.equal(first, run())

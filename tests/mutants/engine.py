@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     (
         "memories of several dtypes moved as one",
-        "outpace/kv/base.py",
+        "outpace/kv/moves.py",
         "(x.shape[1], x.shape[3], x.dtype), []",
         "(x.shape[1], x.shape[3], torch.float32), []",
         "tests/kv/test_moves.py",

@@ -105,8 +105,8 @@ MUTANTS = [
     (
         "accepted nodes moved in the first rows of the cache",
         "outpace/kv/base.py",
-        "start = [starts.get(row, 0) for row in range(R)]",
-        "start = [0] * R",
+        "start, pairs = [begin for begin, _ in every], [pair for _, pair in every]",
+        "pass",
         "tests/kv/test_cache_rows.py",
     ),
     (
