@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.drafts.base import Proposal
+from outpace.drafts.base import HostProposal, Proposal
 from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
 from outpace.kv.tree import Tree
 from outpace.ops import sampling as noise
@@ -137,7 +137,7 @@ def exact_match(
 
 def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     """predict [B, N], the target's token after each position: draft tokens live while they equal it."""
-    if proposal.on_host:
+    if isinstance(proposal, HostProposal):
         tokens, value = proposal.host_tokens, predict.tolist()
     else:
         tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the step's one wait for the device

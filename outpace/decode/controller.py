@@ -289,10 +289,9 @@ class Adaptive:
 
     def cut(self, proposal: Proposal) -> Proposal:
         # the survival of sampled tokens may depend on which they are; the number verified may not
-        readable = proposal.survival is not None and proposal.q is None
-        self.states_survival = readable
-        stated = proposal.stated if readable else None
-        self._rows, gains = [], [0.0] * proposal.tokens.shape[1]
+        stated = None if proposal.q is not None else proposal.stated
+        self.states_survival = readable = stated is not None
+        self._rows, gains = [], [0.0] * proposal.width
         first = proposal.counts[0]  # positions of the first row; padding follows, which has no parent
         self.history.parents[:first] = proposal.above[0][:first]
         for b, (parents, n) in enumerate(zip(proposal.above, proposal.counts, strict=True)):

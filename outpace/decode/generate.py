@@ -141,7 +141,7 @@ def steps(
                 offered = deferred.propose(last, n, rule.sampler)
             with trace.timed("rest"):
                 proposal = controller.cut(offered)
-                n = proposal.tokens.shape[1]
+                n = proposal.width
         else:
             proposal = offered = roots(last)
         with trace.timed("verify"):

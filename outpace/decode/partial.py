@@ -4,14 +4,14 @@ SpecPV (arXiv 2512.02337) plus full verification: as published, tokens accepted 
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, Proposal, RewindableSession, check_finite
+from outpace.drafts.base import Draft, HostProposal, Proposal, RewindableSession, check_finite
 from outpace.drafts.deferred import accepted_states
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled
@@ -89,7 +89,8 @@ class PartialSession:
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
             self.rest = max(self.rest - 1, 0)
-            return replace(self.inner.propose(last, width, sampler), provisional=[0] * len(last))
+            p = self.inner.propose(last, width, sampler)
+            return Proposal(p.tokens, p.counts, p.parents, p.q, p.survival, [0] * len(last))
         self.cache.refresh()
         rule, chains = self.rule.fork(), [[token] for token in last.tolist()]
         while self._continues(chains, width):
@@ -151,13 +152,10 @@ def appended(chains: list[list[int]], tail: Proposal | None, device: torch.devic
             survival[m:] = host[1][b][: tail.counts[b]]
         rows.append((tokens, parents, survival))
     result = assembled(rows, device)
-    is_chain = tail is None or tail.parents is None
-    return replace(
-        result,
-        # a chain wider than FEW would be computed in another order than autoregressive decoding's
-        parents=None if is_chain and result.tokens.shape[1] <= FEW else result.parents,
-        provisional=[len(chain) - 1 for chain in chains],
-    )
+    # a chain wider than FEW would be computed in another order than autoregressive decoding's
+    is_chain = (tail is None or tail.chain) and result.width <= FEW
+    above, provisional = None if is_chain else result.above, [len(chain) - 1 for chain in chains]
+    return HostProposal(result.host_tokens, result.counts, above, result.stated, device, provisional)
 
 
 def _reach(tail: Proposal) -> Tensor:

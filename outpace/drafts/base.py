@@ -37,15 +37,28 @@ class Proposal:
     provisional: list[int] | None = None
 
     @cached_property
+    def width(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @cached_property
+    def chain(self) -> bool:
+        """Whether each draft token follows the one before it."""
+        return self.parents is None
+
+    @cached_property
     def tree(self) -> Tree | None:
         return None if self.parents is None else Tree(self.parents)
 
     @cached_property
     def above(self) -> list[list[int]]:
         """`parents`, of a chain too, where the loop looks at them: they cross from the device once."""
-        B, N = self.tokens.shape
         if self.parents is None:
-            return [[max(i - 1, 0) for i in range(N)]] * B
+            return [[max(i - 1, 0) for i in range(self.width)]] * len(self.counts)
         items: list[list[int]] = self.parents.tolist()
         return items
 
@@ -60,24 +73,44 @@ class Proposal:
         return items
 
     @property
-    def on_host(self) -> bool:
-        """Whether `host_tokens`, `above` and `stated` are there already."""
-        return "host_tokens" in vars(self)
-
-    def with_lists(
-        self, tokens: list[list[int]], parents: list[list[int]], survival: list[list[float]] | None
-    ) -> "Proposal":
-        """Itself, with what its draft has on the host: nothing crosses from the device. `replace` makes a
-        proposal without them."""
-        vars(self).update(host_tokens=tokens, above=parents, stated=survival)
-        return self
-
-    @property
     def deepest(self) -> list[int]:
         """Per row: how many draft tokens the longest path has."""
-        if self.parents is None:
+        if self.chain:
             return [count - 1 for count in self.counts]
         return [max(depths(parents)) for parents in self.above]
+
+
+class HostProposal(Proposal):
+    """One that was made on the host, of lists: nothing has to cross from the device. Its tensors are formed
+    where somebody asks for them."""
+
+    def __init__(
+        self,
+        tokens: list[list[int]],
+        counts: list[int],
+        parents: list[list[int]] | None,
+        survival: list[list[float]] | None,
+        device: torch.device,
+        provisional: list[int] | None = None,
+    ) -> None:
+        own = vars(self)  # a proposal is frozen
+        own.update(host_tokens=tokens, counts=counts, stated=survival, device=device, provisional=provisional)
+        own.update(width=len(tokens[0]), chain=parents is None)
+        own["parents" if parents is None else "above"] = parents
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return torch.tensor(self.host_tokens, device=self.device)
+
+    @cached_property
+    def parents(self) -> Tensor | None:
+        return torch.tensor(self.above, device=self.device)
+
+    @cached_property
+    def survival(self) -> Tensor | None:
+        if self.stated is None:
+            return None
+        return torch.tensor(self.stated, dtype=torch.float32, device=self.device)
 
 
 def roots(last: Tensor) -> Proposal:
@@ -92,7 +125,7 @@ def check_finite(
     `offered` by; `where` is the step, `finite` what is known of the logits. One wait for the device, for
     both."""
     largest: dict[str, Tensor] = {} if finite else {"target": logits.amax()}
-    if offered is not None and offered.on_host and offered.q is None:
+    if isinstance(offered, HostProposal):
         stated = sum(map(sum, offered.stated or []))
         if not math.isfinite(stated):
             largest["draft"] = torch.tensor(stated, device=logits.device)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.drafts.base import DraftSession, Proposal
+from outpace.drafts.base import DraftSession, HostProposal, Proposal
 from outpace.drafts.sampler import DraftSampler
 
 MAX_PENDING = 512  # positions; the hidden states of a whole text would fill the memory
@@ -28,9 +28,6 @@ class States(NamedTuple):
         """These positions of each row, in this order."""
         counts = [len(row) for row in positions]
         padded = [row + [0] * (max(counts) - len(row)) for row in positions]
-        if self.aux is None and self.tokens.device.type == "cpu":  # a lookup's: lists are faster here
-            named = [[row[i] for i in at] for row, at in zip(self.tokens.tolist(), padded, strict=True)]
-            return States(torch.tensor(named), None, counts)
         columns = torch.tensor(padded, device=self.tokens.device)
         rows = torch.arange(len(counts), device=columns.device)[:, None]
         return States(
@@ -83,8 +80,13 @@ def stacked(rows: Sequence[States | None]) -> States:
 
 def accepted_states(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> States:
     """The accepted positions `path` of each row, packed; aux [n, B, N, C]."""
-    if proposal.parents is None:  # those of a chain are contiguous
+    if proposal.chain:  # those of a chain are contiguous
         return States(proposal.tokens, aux, [len(row) for row in path])
+    if aux is None and isinstance(proposal, HostProposal):
+        named = [[row[i] for i in at] for row, at in zip(proposal.host_tokens, path, strict=True)]
+        widest = max(map(len, named))
+        padded = [row + [0] * (widest - len(row)) for row in named]
+        return States(torch.tensor(padded, device=proposal.device), None, [len(row) for row in path])
     return States(proposal.tokens, aux, proposal.counts).at(path)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -296,7 +296,8 @@ class Eagle3Session(CacheRows):
     def _named(self, last: Tensor, tree: Proposal) -> Proposal:
         """A tree of rows of the head -> of the target's tokens."""
         guesses = self.vocab.named(tree.tokens[:, 1:])
-        return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
+        tokens = torch.cat((last[:, None], guesses), dim=1)
+        return Proposal(tokens, tree.counts, tree.parents, survival=tree.survival)
 
     def _at_once(
         self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, sampler: DraftSampler

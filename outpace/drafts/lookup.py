@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.checkpoint.hf import read_config
 from outpace.checkpoint.open import LoadError, open_checkpoint, to_tensor
 from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.base import Proposal, roots
+from outpace.drafts.base import HostProposal, Proposal, roots
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled, check_nodes
 from outpace.ops.suffixes import Suffixes
@@ -51,7 +51,7 @@ class NGramSession:
         guesses = [[token, *self._continuation(b, token)][:width] for b, token in enumerate(last.tolist())]
         counts = [len(g) for g in guesses]
         padded = [g + [0] * (max(counts) - len(g)) for g in guesses]
-        return Proposal(torch.tensor(padded, device=last.device), counts)
+        return HostProposal(padded, counts, None, None, last.device)
 
     def rewind(self, lengths: list[int]) -> None:
         for row, seen, length in zip(self.history, self.seen, lengths, strict=True):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.drafts.base import Draft, Proposal, RowsSession
+from outpace.drafts.base import Draft, HostProposal, Proposal, RowsSession
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.tree import Tree
@@ -127,7 +127,7 @@ def _best_paths(
     return parents, taken, reach
 
 
-def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torch.device) -> Proposal:
+def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torch.device) -> HostProposal:
     """Per row tokens, parents and survival by position, rows of different lengths -> a padded Proposal."""
     counts = [len(tokens) for tokens, _, _ in rows]
     N = max(counts)
@@ -136,13 +136,7 @@ def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torc
     # padding is its own parent: it descends from nobody
     parents = [[*row[1], *range(len(row[1]), N)] for row in rows]
     survival = [row[2] + [0.0] * n for row, n in zip(rows, short, strict=True)]
-    proposal = Proposal(
-        torch.tensor(tokens, device=device),
-        counts,
-        torch.tensor(parents, device=device),
-        survival=torch.tensor(survival, dtype=torch.float32, device=device),
-    )
-    return proposal.with_lists(tokens, parents, survival)
+    return HostProposal(tokens, counts, parents, survival, device)
 
 
 @dataclass(frozen=True)
@@ -236,19 +230,19 @@ class Growth:
 def cut(proposal: Proposal, columns: int) -> Proposal:
     """The first `columns` positions alone. Of a chain and of the trees grown here these are the most
     probable."""
-    if columns >= proposal.tokens.shape[1]:
+    if columns >= proposal.width:
         return proposal
     assert columns >= 1
+    counts = [min(count, columns) for count in proposal.counts]
+    if isinstance(proposal, HostProposal):
+        tokens, stated = [row[:columns] for row in proposal.host_tokens], proposal.stated
+        above = None if proposal.chain else [row[:columns] for row in proposal.above]
+        stated = None if stated is None else [row[:columns] for row in stated]
+        return HostProposal(tokens, counts, above, stated, proposal.device, proposal.provisional)
     optional = (proposal.parents, proposal.q, proposal.survival)
     parents, q, survival = (None if part is None else part[:, :columns] for part in optional)
-    counts = [min(count, columns) for count in proposal.counts]
-    tokens = proposal.tokens[:, :columns]
-    result = replace(proposal, tokens=tokens, counts=counts, parents=parents, q=q, survival=survival)
-    if not proposal.on_host:
-        return result
-    ids, above = ([row[:columns] for row in rows] for rows in (proposal.host_tokens, proposal.above))
-    stated = None if proposal.stated is None else [row[:columns] for row in proposal.stated]
-    return result.with_lists(ids, above, stated)
+    first = proposal.tokens[:, :columns]
+    return replace(proposal, tokens=first, counts=counts, parents=parents, q=q, survival=survival)
 
 
 def together(proposals: Sequence[Proposal]) -> Proposal:
@@ -257,28 +251,20 @@ def together(proposals: Sequence[Proposal]) -> Proposal:
     counts = [p.counts[0] for p in proposals]
     N = max(counts)
     tokens = [p.host_tokens[0][:n] + [0] * (N - n) for p, n in zip(proposals, counts, strict=True)]
-    chains = all(p.parents is None for p in proposals)
     above = [[*p.above[0][:n], *range(n, N)] for p, n in zip(proposals, counts, strict=True)]
-    if chains:
-        above = [[max(i - 1, 0) for i in range(N)]] * len(counts)
+    parents = None if all(p.chain for p in proposals) else above
     stated = [p.stated if n > 1 else [[1.0]] for p, n in zip(proposals, counts, strict=True)]
     survival = [x[0][:n] + [0.0] * (N - n) for x, n in zip(stated, counts, strict=True) if x is not None]
-    device, says = proposals[0].tokens.device, len(survival) == len(counts)
-    joined = Proposal(
-        torch.tensor(tokens, device=device),
-        counts,
-        None if chains else torch.tensor(above, device=device),
-        survival=torch.tensor(survival, device=device) if says else None,
-    )
-    return joined.with_lists(tokens, above, survival if says else None)
+    says = len(survival) == len(counts)
+    return HostProposal(tokens, counts, parents, survival if says else None, proposals[0].device)
 
 
-def row_of(proposal: Proposal, b: int) -> Proposal:
+def row_of(proposal: Proposal, b: int) -> HostProposal:
     """Row b alone, without padding; what was drawn is not looked at."""
-    n, parents = proposal.counts[b], proposal.parents
-    one = Proposal(proposal.tokens[b : b + 1, :n], [n], None if parents is None else parents[b : b + 1, :n])
+    n = proposal.counts[b]
+    parents = None if proposal.chain else [proposal.above[b][:n]]
     stated = None if proposal.stated is None else [proposal.stated[b][:n]]
-    return one.with_lists([proposal.host_tokens[b][:n]], [proposal.above[b][:n]], stated)
+    return HostProposal([proposal.host_tokens[b][:n]], [n], parents, stated, proposal.device)
 
 
 class BlockSession(RowsSession, Protocol):

@@ -266,7 +266,7 @@ class Engine:
         else:
             proposal = offered = roots(torch.tensor([s.last for s in some], device=self.target.device))
         many = None
-        if proposal.tokens.shape[1] == 1:
+        if proposal.width == 1:
             many = self._run_ahead(some, proposal.tokens[:, 0], cache, drafting)
         if many is not None:
             check_finite(f"round {self.rounds}", proposal.tokens, offered, finite=True)
