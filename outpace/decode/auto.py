@@ -9,11 +9,13 @@ from outpace.decode.calibrate import OnProgress, calibrate, quick
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, fingerprint, read_costs, write_costs
 from outpace.decode.request import GREEDY
+from outpace.decode.row_costs import shared
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder, Target
 from outpace.text.corpus import read_corpus, split
 
 QUICK = 5.0  # seconds that a request may spend on its own cost table
+ROWS = 32  # of a batch, for which the costs of one row are scaled
 
 
 def stored_costs(
@@ -64,14 +66,14 @@ def auto_controller(
         return None, "full draft length in every step: costs are measured in one process only"
     costs, unusable = stored_costs(target.decoder, draft, folder, rule)
     if costs is not None:
-        return Adaptive(costs), "draft length chosen by measured costs"
+        return _adaptive(costs, draft), "draft length chosen by measured costs"
     more = f"; {unusable}" if unusable else ""
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
         greedy = None if rule == GREEDY else stored_costs(target.decoder, draft, folder)[0]
         if greedy is not None:
             note = f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
-            return Adaptive(greedy), note
+            return _adaptive(greedy, draft), note
         note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"full draft length in every step: {note}{more}"
     costs = measure_costs(target, tokenizer, draft, rule, [256], [1], 0.5)
@@ -82,4 +84,11 @@ def auto_controller(
         write_costs(costs, folder)
     except OSError as error:
         note += f", which could not be saved ({error})"
-    return Adaptive(costs), note + more
+    return _adaptive(costs, draft), note + more
+
+
+def _adaptive(costs: Costs, draft: Draft) -> Adaptive:
+    """Where one row alone was measured, more of them take as long as is to be expected."""
+    if costs.batches == (1,):
+        costs = shared(costs, ROWS, one_draft=bool(draft.target_layer_ids))
+    return Adaptive(costs)

@@ -16,12 +16,12 @@ from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.grammar import Grammar, schema_text
 from outpace.decode.request import GREEDY
+from outpace.decode.row_costs import shared
 from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
 from outpace.loading import open_chat
 from outpace.ops.suffixes import Suffixes
 from outpace.serve.answer import Answer, Outbox
-from outpace.serve.costs import shared
 from outpace.serve.engine import Engine, EngineConfig
 from outpace.serve.fields import check_body
 from outpace.serve.schema import ChatBody, CompletionBody, FunctionChoice, Sampled, Speculative

@@ -438,4 +438,11 @@ MUTANTS = [
         "if False:  # a look",
         "tests/decode/test_controller.py",
     ),
+    (
+        "many rows draft at what one row costs",
+        "outpace/decode/auto.py",
+        "if costs.batches == (1,):",
+        "if False:",
+        "tests/decode/test_row_costs.py",
+    ),
 ]

@@ -139,10 +139,10 @@ MUTANTS = [
     ),
     (
         "drafts that cost many what they cost one",
-        "outpace/serve/costs.py",
+        "outpace/decode/row_costs.py",
         "draft=tuple(more * seconds for more, seconds in zip(grown, p.draft, strict=True))",
         "draft=p.draft",
-        "tests/serve/test_shared_costs.py",
+        "tests/decode/test_row_costs.py",
     ),
     (
         "a row of a draft that remembers the text before",
@@ -198,7 +198,7 @@ MUTANTS = [
         "outpace/decode/controller.py",
         "seconds = expected if seconds is None else min(seconds, SLOWEST * expected)",
         "seconds = expected",
-        "tests/serve/test_shared_costs.py",
+        "tests/decode/test_row_costs.py",
     ),
     (
         "an answer that ends before anybody waits is empty",

@@ -1,4 +1,4 @@
-"""A cost table of one sequence as one of many at once: what the server's controller decides by."""
+"""A cost table of one sequence as one of many at once."""
 
 from dataclasses import replace
 

@@ -1,15 +1,15 @@
 """Costs of many sequences at once, from a table of one."""
 
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-
-from outpace.decode.controller import Adaptive
-from outpace.serve.costs import shared
-
-sys.path.append(str(Path(__file__).parent.parent / "decode"))
 from simulated import chain, embedded
+
+from outpace.decode import auto
+from outpace.decode.controller import Adaptive
+from outpace.decode.request import GREEDY
+from outpace.decode.row_costs import shared
+from outpace.drafts.lookup import NGram
 
 
 def test_the_pass_is_shared_and_the_drafts_are_not():
@@ -70,3 +70,20 @@ def test_steps_that_take_longer_than_predicted_are_probed_less():
             controller.learn(proposal, [[0]] * 4, seconds)
     assert drafted[1] > 2 * drafted[3] > 0
     assert drafted[1000] > drafted[3] / 3, "a step that was held up does not end the draft"
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_table_of_one_row_is_scaled_for_who_decodes_many(reads, monkeypatch, tmp_path):
+    """A pass of 8 rows was taken for one of one row with as many positions, and all else for one row's."""
+    one = embedded(show=1e-5, wake=2e-5)
+    monkeypatch.setattr(auto, "stored_costs", lambda *_: (one, None))
+    target = SimpleNamespace(decoder=SimpleNamespace(group=None))
+    draft = SimpleNamespace(target_layer_ids=(1,)) if reads else NGram()
+    controller, _ = auto.auto_controller(target, None, draft, GREEDY, tmp_path)
+    wanted = shared(one, 32, one_draft=reads)
+    for batch in (1, 8, 32):
+        assert controller.costs.draft_seconds(5, 256, batch) == wanted.draft_seconds(5, 256, batch)
+        assert controller.costs.rest_seconds(5, batch) == pytest.approx(batch * one.rest_seconds(5))
+    measured = embedded(batch=8)
+    monkeypatch.setattr(auto, "stored_costs", lambda *_: (measured, None))
+    assert auto.auto_controller(target, None, draft, GREEDY, tmp_path)[0].costs is measured
