@@ -109,6 +109,14 @@ def test_what_the_results_say_of_the_solver():
     assert f"reaches a tau of {fixed['tau']:.2f}" in page("solver.md")
     costs = report("solver/answers")["costs"]["DFlash 2, greedy"]["points"][0]
     assert [round(costs[name][-1] / costs["plain"]) for name in ("verify", "draft")] == [5, 2]
+    assert fixed["speedup"] < 1 and "It is no faster for all that" in page("solver.md")
+    rows = [
+        row
+        for row in report("solver/answers")["results"]
+        if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
+    ]
+    worst = min(row["speedup"] for row in rows if row["answer_tokens"] < 40)
+    assert f"which takes up to {1 - worst:.0%}".replace("%", " %") + " of their time" in page("solver.md")
 
 
 def test_what_the_results_say_of_answers_with_less_memory():
@@ -160,6 +168,17 @@ def test_what_the_results_say_of_verify_passes_and_of_llama_cpp_without_avx512()
     narrow, wide = (report(name)["text"]["llama.cpp"]["tokens_per_s"] for name in names)
     share = {3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth"}[round(1 / (narrow / wide - 1))]
     assert f"Without AVX-512 llama.cpp writes text {share} faster than with it" in page("results.md")
+
+
+def test_what_looks_at_drafts_cost_where_none_pays():
+    texts = [report(f"llama-cpp{name}")["text"] for name in ("", "/busy", "/avx2", "/theirs-avx2")]
+    lost = [1 - t["default"]["tokens_per_s"] / t["autoregressive"]["tokens_per_s"] for t in texts]
+    low, high = (round(100 * share) for share in (min(lost), max(lost)))
+    assert f"its looks at drafts cost {low} to {high} % of 128 tokens" in page("results.md")
+    rows = {row["method"]: row["time"]["verify"] * row["tau"] for row in report("drafts/embedded")["results"]
+            if not row["temperature"] and not row["controller"]}  # fmt: skip
+    trees = [round(rows[f"{name}, tree of 16"] / rows["plain"]) for name in ("suffix", "DFlash 2")]
+    assert trees == [6, 7] and "costs six to seven times that of one" in page("drafts.md")
 
 
 def test_what_rounded_activations_bring_to_prompts():

@@ -128,16 +128,19 @@ def test_the_loop_says_the_same_in_fewer_calls(family, monkeypatch):
     assert again == ended and theirs.accepted == trace.accepted
 
 
+class Resting(Fixed):
+    """Every third step proposes."""
+
+    def width(self, lengths):
+        self.turn = getattr(self, "turn", -1) + 1
+        return 1 if self.turn % 3 else self.positions
+
+    def rest(self, most):
+        return min(most, 5)
+
+
 def test_a_draft_hears_of_all_of_them(monkeypatch):
     model = plain("gpt_oss")
-
-    class Resting(Fixed):
-        def width(self, lengths):
-            self.turn = getattr(self, "turn", -1) + 1
-            return 1 if self.turn % 3 else 4
-
-        def rest(self, most):
-            return min(most, 5)
 
     request = Request(max_new_tokens=40)
     wanted = generate(model, PROMPTS, request).tokens

@@ -26,6 +26,7 @@ def test_every_layer_moves_as_row_by_row(dtype):
     for by_kernel in (True, False):
         got = [m.clone() for m in memories]
         moves = Moves(got)
+        assert moves.tables
         moves.tables = moves.tables if by_kernel else None
         moves(start, pairs)
         for a, b, size in zip(got, wanted, sizes, strict=True):

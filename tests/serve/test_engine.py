@@ -14,7 +14,6 @@ from dflash_drafts import random_dflash
 from eagle3_drafts import bound_eagle3
 
 from outpace.decode import ahead
-from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import BoundDFlash
@@ -31,6 +30,7 @@ from outpace.serve.sequence import Sequence
 sys.path.append(str(Path(__file__).parent.parent / "decode"))
 from scripted import Scripted
 from test_controller_lossless import Dice
+from test_run_ahead import Resting
 from test_trees import ScriptedTree
 
 HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims that the kernels take
@@ -360,17 +360,6 @@ def test_logits_come_with_the_tokens_and_stop_tokens_end_it():
     assert client.tokens == alone(model, [5, 6, 5, 6, 5], wanted, 0)
     assert seen[: len(client.tokens)] == client.tokens
     assert torch.is_inference_mode_enabled() is False
-
-
-class Resting(Fixed):
-    """Every third round proposes."""
-
-    def width(self, lengths):
-        self.turn = getattr(self, "turn", -1) + 1
-        return 1 if self.turn % 3 else self.positions
-
-    def rest(self, most):
-        return min(most, 5)
 
 
 @pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
