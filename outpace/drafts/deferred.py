@@ -27,12 +27,16 @@ class States(NamedTuple):
     def at(self, positions: list[list[int]]) -> "States":
         """These positions of each row, in this order."""
         counts = [len(row) for row in positions]
-        padded = [row + [0] * (max(counts) - len(row)) for row in positions]
-        columns = torch.tensor(padded, device=self.tokens.device)
+        columns = torch.tensor(_padded(positions), device=self.tokens.device)
         rows = torch.arange(len(counts), device=columns.device)[:, None]
         return States(
             self.tokens[rows, columns], None if self.aux is None else self.aux[:, rows, columns], counts
         )
+
+
+def _padded(rows: list[list[int]]) -> list[list[int]]:
+    widest = max(map(len, rows))
+    return [row + [0] * (widest - len(row)) for row in rows]
 
 
 def _first(x: Tensor, n: int, dim: int) -> Tensor:
@@ -84,9 +88,8 @@ def accepted_states(proposal: Proposal, aux: Tensor | None, path: list[list[int]
         return States(proposal.tokens, aux, [len(row) for row in path])
     if aux is None and isinstance(proposal, HostProposal):
         named = [[row[i] for i in at] for row, at in zip(proposal.host_tokens, path, strict=True)]
-        widest = max(map(len, named))
-        padded = [row + [0] * (widest - len(row)) for row in named]
-        return States(torch.tensor(padded, device=proposal.device), None, [len(row) for row in path])
+        tokens = torch.tensor(_padded(named), device=proposal.device)
+        return States(tokens, None, [len(row) for row in path])
     return States(proposal.tokens, aux, proposal.counts).at(path)
 
 
