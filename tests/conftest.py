@@ -22,6 +22,16 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _shared_targets_stay():
+    """A target of `tiny.target` that a test changed would make a later one fail, or test less."""
+    import tiny
+
+    yield
+    names = tiny.changed()
+    assert not names, f"this test leaves {', '.join(names)} of a shared target changed"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory):
     """Nothing measured or checked by an earlier run is found, and nothing is left."""

@@ -152,10 +152,27 @@ def config(family, *, window=True, **changes):
 @functools.cache
 @torch.inference_mode(False)  # the first test to ask may be inside it, a later one may train
 def target(family, window=True, seed=0):
-    """A random target of ours, in float32. Shared between tests: do not change it."""
+    """A random target of ours, in float32. Shared between tests: none may change it, see `changed`."""
     model = build(config(family, window=window))
     randomise(named_tensors(model), seed)
-    return model.eval()
+    SHARED.append((model.eval(), attributes(model)))
+    return model
+
+
+SHARED = []  # targets of `target`, with the attributes that they were built with
+
+
+def attributes(model):
+    return {name: id(value) for name, value in vars(model).items()}
+
+
+def changed():
+    """Names of attributes of shared targets that are not as they were built; the next ones are built anew."""
+    names = {name for model, built in SHARED for name, _ in attributes(model).items() ^ built.items()}
+    if names:
+        SHARED.clear()
+        target.cache_clear()
+    return sorted(names)
 
 
 def in_mxfp4(dense):

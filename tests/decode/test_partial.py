@@ -107,7 +107,7 @@ def test_a_bad_selector_costs_speed_and_nothing_else():
     assert good.trace.rounds < bad.trace.rounds
 
 
-def test_what_never_stands_is_left_alone():
+def test_what_never_stands_is_left_alone(monkeypatch):
     """The full pass contradicts all that partial KV states: rests double up to the longest."""
     model, prompt = tiny.target("gpt_oss"), tiny.tokens(40, seed=1).tolist()
     known = generate(model, [prompt], Request(max_new_tokens=200)).tokens
@@ -124,7 +124,7 @@ def test_what_never_stands_is_left_alone():
         return forward(tokens, cache, **asked)
 
     model.on_partial, model.forward, model.logits = False, noting, logits
-    model.native = False  # a native step has a head of its own
+    monkeypatch.setattr(model, "native", False)  # a native step has a head of its own
     try:
         draft = Scripted(known, [prompt], lambda b, i: True, patient=True)
         got = generate(model, [prompt], Request(max_new_tokens=200), draft, partial=Partial(config=SMALL))
@@ -185,7 +185,7 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
     whole = model(text[:, 40:], full).hidden
     full.rewind([40])
     monkeypatch.setattr(attention, "attend_view", hiding)
-    model.native = False
+    monkeypatch.setattr(model, "native", False)
     wanted = model(text[:, 40:], full).hidden
     assert (got - wanted).abs().max() < 1e-5 < (whole - wanted).abs().max()
     assert next(layers, None) is None
