@@ -163,7 +163,7 @@ SHARED = []  # targets of `target`, with the attributes that they were built wit
 
 
 def attributes(model):
-    return {name: id(value) for name, value in vars(model).items()}
+    return {name: id(value) for name, value in vars(model).items()} | {"config": repr(model.config)}
 
 
 def changed():
