@@ -15,6 +15,7 @@ from torch import Tensor
 from outpace.kernels.build import available as available
 from outpace.kernels.build import built as built
 from outpace.kernels.build import load
+from outpace.kernels.build import tiles as tiles
 from outpace.kernels.build import why_not as why_not
 from outpace.kernels.layouts import kernels, packers, sources
 

@@ -87,6 +87,12 @@ def built() -> str:
     return "none" if library is None else Path(library._name).stem
 
 
+def tiles() -> bool:
+    """Whether large matrices in bfloat16 are multiplied by matrix tiles (AMX)."""
+    library = load()[0]
+    return library is not None and bool(ctypes.c_int.in_dll(library, "has_tiles"))
+
+
 def why_not() -> str | None:
     """Why the kernels are not available; None if they are."""
     return load()[1]

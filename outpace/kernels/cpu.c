@@ -217,6 +217,7 @@ INLINE long at(long kind, long k) {  // bytes before value k; shifts, because sm
 #include "cpu_formats.c"
 #include "cpu_pairs.c"
 #include "cpu_products.c"
+#include "cpu_tiles.c"
 
 // ---- rows
 static void norm(floats x, any w, long kind, long n, float eps, float *y) {

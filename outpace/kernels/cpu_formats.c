@@ -27,6 +27,12 @@ INLINE vf halves(bytes p) {  // W float16
     return (vf)((vu)v | (h & 0x80000000) | (0x7f800000 & (vu)(rest >= 0x0f800000)));
 #endif
 }
+INLINE vf fetch(any p, long kind, long i, long n) {  // values i..i+W, of which n are there; zeros after them
+    if (n >= W) return kind == F32 ? load((floats)p + i) : kind == F16 ? halves((bytes)p + 2 * i) : widen((bytes)p + 2 * i);
+    float v[W] = {0};
+    for (long j = 0; j < n; j++) v[j] = get(p, kind, i + j);
+    return load(v);
+}
 static void f16(bytes p, long n, float *y) {
     long i = 0;
     for (; i + W <= n; i += W) store(y + i, halves(p + 2 * i));

@@ -155,7 +155,7 @@ static void products(const void *with, long item, long me) {
         dots(xs, ys, rows, &weights, n, cols, o->bias, o->bias_kind);
     }
 }
-void linear(const Linear *o) {
+static void plain_linear(const Linear *o) {
     long some = some_columns(o), apart = x_apart(o->K, paired(o->rounded, o->kind));
     Linear part = *o;
     if (rounds(o->rounded, o->kind)) part.x = round_rows(o->x, o->M, o->K, PAIRS, scratch(o->M * apart), o->threads);

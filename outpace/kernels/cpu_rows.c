@@ -1,10 +1,4 @@
-// Part of cpu.c: RMSNorm and the gated activations over many rows, forward and backward, in float32 or bfloat16; numbers of a kind to and from vectors.
-INLINE vf fetch(any p, long kind, long i, long n) {  // values i..i+W, of which n are there; zeros after them
-    if (n >= W) return kind == F32 ? load((floats)p + i) : kind == F16 ? halves((bytes)p + 2 * i) : widen((bytes)p + 2 * i);
-    float v[W] = {0};
-    for (long j = 0; j < n; j++) v[j] = get(p, kind, i + j);
-    return load(v);
-}
+// Part of cpu.c: RMSNorm and the gated activations over many rows, forward and backward, in float32 or bfloat16; vectors to numbers of a kind.
 INLINE vi halved(vf v) {  // to the nearest float16, ties to even
 #if W == 16
     return (vi)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -3,6 +3,7 @@
 import torch
 
 from outpace.kernels.bindings import built as built
+from outpace.kernels.bindings import tiles
 from outpace.kernels.bindings import use_kernel as use_kernel
 from outpace.kernels.bindings import why_not as why_not
 from outpace.kernels.program import Ahead as Ahead
@@ -17,6 +18,11 @@ def product_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if supported else torch.float32
+
+
+def vectors() -> str:
+    """What a CPU computes with, for people: "AVX2", "AVX512", "AVX512 with AMX" .."""
+    return torch.backends.cpu.get_cpu_capability() + (" with AMX" if tiles() else "")
 
 
 ACTIVATION_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -52,7 +52,7 @@ def test_linear_is_a_matrix_product(dtype, n, k):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n, k", [(29, 72), (13, 1100), (301, 1056)])
+@pytest.mark.parametrize("n, k", [(29, 72), (13, 1100), (301, 2080)])
 def test_linear_rows_do_not_depend_on_each_other(dtype, n, k):
     w, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(40, k)
     alone = torch.cat([bindings.linear(row[None], w, bias) for row in x])
@@ -70,6 +70,28 @@ def test_a_matrix_that_no_cache_keeps_is_read_otherwise_and_gives_the_same(dtype
     for rows in range(1, 5):
         assert torch.equal(bindings.linear(x[:rows], w, bias), together[:rows])
     close(together, x.double() @ w.double().T + bias.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_large_matrix_may_begin_anywhere(dtype):
+    """More than a megabyte, which may be read in whole cache lines; its last rows and values are no tile."""
+    n, k = 1037, 2080
+    w, x = torch.randn(n, k).to(dtype), torch.randn(20, k)
+    y = bindings.linear(x, w)
+    close(y, x.double() @ w.double().T)
+    for off in (1, 4, 16):
+        moved = torch.empty(n * k + off, dtype=dtype)[off:].view(n, k).copy_(w)
+        assert torch.equal(bindings.linear(x, moved), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_in_its_row(dtype):
+    w, x = torch.randn(301, 2080).to(dtype), torch.randn(17, 2080)
+    wanted = bindings.linear(x, w)
+    x[3, 5], x[9, 2079], x[16, 40] = math.nan, math.inf, -math.inf
+    y = bindings.linear(x, w)
+    kept = [i for i in range(17) if i not in (3, 9, 16)]
+    assert torch.equal(y[kept], wanted[kept]) and not y[[3, 9, 16]].isfinite().any()
 
 
 def test_linear_takes_more_rows_than_the_second_cache_keeps():
