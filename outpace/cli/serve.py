@@ -146,12 +146,17 @@ def _check_memory(kv: int, steps: int, config: "EngineConfig", limit: float | No
 
 
 def _served(model: "Model", name: str | None, speculative: str | None, max_num_seqs: int) -> "Served":
-    from outpace.serve.server import Served, controller_of
+    from outpace.config import cache_folder
+    from outpace.decode.auto import auto_controller
+    from outpace.decode.request import GREEDY
+    from outpace.serve.server import Served
 
     drafts, default = _drafts(model, speculative) if model.declined is None else ({}, None)
     controller = None
     if default is not None:
-        controller, note = controller_of(model, drafts[default], max_num_seqs)
+        controller, note = auto_controller(
+            model.executor, model.tokenizer, drafts[default], GREEDY, cache_folder(), max_num_seqs
+        )
         say(note, style="dim", markup=False)
     return Served(model=model, name=name or model.name, drafts=drafts, default=default, controller=controller)
 

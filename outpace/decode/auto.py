@@ -1,5 +1,6 @@
 """The controller of a request that names no draft length, by costs that are stored or quickly measured."""
 
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,7 +16,7 @@ from outpace.models.decoder import Decoder, Target
 from outpace.text.corpus import read_corpus, split
 
 QUICK = 5.0  # seconds that a request may spend on its own cost table
-ROWS = 32  # of a batch, for which the costs of one row are scaled
+ROWS = 32  # of a batch, for which measured costs are scaled
 
 
 def stored_costs(
@@ -57,23 +58,25 @@ def measure_costs(
 
 
 def auto_controller(
-    target: Target, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path
+    target: Target, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path, rows: int = ROWS
 ) -> tuple[Controller | None, str]:
-    """The controller with the costs of this target, draft, machine and acceptance rule, and a note for the
-    user. None, the draft's full length, where measuring them would take more than QUICK seconds, and where
-    processes hold the target together: each would measure other costs, and choose another length."""
+    """The controller with the costs of this target, draft, machine and acceptance rule, of up to `rows`
+    sequences at once, and a note for the user. None, the draft's full length, where measuring them would
+    take more than QUICK seconds, and where processes hold the target together: each would measure other
+    costs, and choose another length."""
     if target.decoder.group is not None:
         return None, "full draft length in every step: costs are measured in one process only"
+    for_rows = partial(shared, most=rows, one_draft=bool(draft.target_layer_ids))
     costs, unusable = stored_costs(target.decoder, draft, folder, rule)
     if costs is not None:
-        return _adaptive(costs, draft), "draft length chosen by measured costs"
+        return Adaptive(for_rows(costs)), "draft length chosen by measured costs"
     more = f"; {unusable}" if unusable else ""
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
         greedy = None if rule == GREEDY else stored_costs(target.decoder, draft, folder)[0]
         if greedy is not None:
             note = f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
-            return _adaptive(greedy, draft), note
+            return Adaptive(for_rows(greedy)), note
         note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"full draft length in every step: {note}{more}"
     costs = measure_costs(target, tokenizer, draft, rule, [256], [1], 0.5)
@@ -84,11 +87,4 @@ def auto_controller(
         write_costs(costs, folder)
     except OSError as error:
         note += f", which could not be saved ({error})"
-    return _adaptive(costs, draft), note + more
-
-
-def _adaptive(costs: Costs, draft: Draft) -> Adaptive:
-    """Where one row alone was measured, more of them take as long as is to be expected."""
-    if costs.batches == (1,):
-        costs = shared(costs, ROWS, one_draft=bool(draft.target_layer_ids))
-    return Adaptive(costs)
+    return Adaptive(for_rows(costs)), note + more

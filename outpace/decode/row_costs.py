@@ -1,4 +1,4 @@
-"""A cost table of one sequence as one of many at once."""
+"""A cost table for more sequences at once than were measured."""
 
 from dataclasses import replace
 
@@ -6,14 +6,15 @@ from outpace.decode.costs import Costs, Point
 
 
 def shared(costs: Costs, most: int, *, one_draft: bool = False) -> Costs:
-    """`costs` with batches of 1, 2, 4 .. `most` sequences. They share the target's pass, which costs what as
-    many positions cost of the measured batches. With `one_draft` they share the draft's too, which is taken
-    to grow as the target's does; else drafting costs as many times as much."""
-    batch, points, base = 1, list[Point](), costs.batches[0]
+    """`costs` with batches up to twice `most` sequences: the measured ones, then 2, 4, .. times the largest
+    of them. They share the target's pass, which costs what as many positions cost of the largest. With
+    `one_draft` they share the draft's too, which is taken to grow as the target's does; else drafting costs
+    as many times as much."""
+    base = max(costs.batches)
+    measured = [p for p in costs.points if p.batch == base]
+    points, batch = [*costs.points], 2 * base
     while batch <= 2 * most:
-        for p in costs.points:
-            if p.batch == base:
-                points.append(_scaled(costs, p, batch, one_draft))
+        points += [_scaled(costs, p, batch, one_draft) for p in measured]
         batch *= 2
     return replace(costs, points=tuple(points))
 

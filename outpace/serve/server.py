@@ -11,12 +11,8 @@ from typing import Any
 import torch
 
 from outpace.api import Message, Model, OutputRow
-from outpace.config import cache_folder
-from outpace.decode.auto import auto_controller
-from outpace.decode.controller import Adaptive, Controller
+from outpace.decode.controller import Controller
 from outpace.decode.grammar import Grammar, schema_text
-from outpace.decode.request import GREEDY
-from outpace.decode.row_costs import shared
 from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
 from outpace.loading import open_chat
@@ -41,16 +37,6 @@ class Served:
     drafts: Mapping[str, Draft] = field(default_factory=dict)
     default: str | None = None
     controller: Controller | None = None
-
-
-def controller_of(model: Model, draft: Draft, max_num_seqs: int) -> tuple[Controller | None, str]:
-    """Draft lengths for `max_num_seqs` sequences at once by this machine's costs, and a note for people;
-    None: the draft's full length."""
-    controller, note = auto_controller(model.executor, model.tokenizer, draft, GREEDY, cache_folder())
-    if isinstance(controller, Adaptive):
-        one_draft = bool(draft.target_layer_ids)
-        controller = Adaptive(shared(controller.costs, max_num_seqs, one_draft=one_draft))
-    return controller, note
 
 
 class Server:

@@ -1,5 +1,6 @@
 """Costs of many sequences at once, from a table of one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,7 +74,7 @@ def test_steps_that_take_longer_than_predicted_are_probed_less():
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_table_of_one_row_is_scaled_for_who_decodes_many(reads, monkeypatch, tmp_path):
+def test_a_table_of_few_rows_is_scaled_for_who_decodes_many(reads, monkeypatch, tmp_path):
     """A pass of 8 rows was taken for one of one row with as many positions, and all else for one row's."""
     one = embedded(show=1e-5, wake=2e-5)
     monkeypatch.setattr(auto, "stored_costs", lambda *_: (one, None))
@@ -84,6 +85,21 @@ def test_a_table_of_one_row_is_scaled_for_who_decodes_many(reads, monkeypatch, t
     for batch in (1, 8, 32):
         assert controller.costs.draft_seconds(5, 256, batch) == wanted.draft_seconds(5, 256, batch)
         assert controller.costs.rest_seconds(5, batch) == pytest.approx(batch * one.rest_seconds(5))
-    measured = embedded(batch=8)
-    monkeypatch.setattr(auto, "stored_costs", lambda *_: (measured, None))
-    assert auto.auto_controller(target, None, draft, GREEDY, tmp_path)[0].costs is measured
+    assert auto.auto_controller(target, None, draft, GREEDY, tmp_path, 5)[0].costs == shared(
+        one, 5, one_draft=reads
+    )
+
+
+def test_what_was_measured_stays_and_the_largest_is_scaled():
+    one, eight = embedded(), embedded(batch=8)
+    slower = replace(eight.points[0], rest=3 * one.points[0].rest, draft=one.points[0].draft)
+    costs = replace(one, points=(*one.points, slower))
+    many = shared(costs, 20)
+    assert many.batches == (1, 8, 16, 32) and many.points[:2] == costs.points
+    assert shared(costs, 3) == costs
+    for batch in (1, 8):
+        assert many.rest_seconds(5, batch) == costs.rest_seconds(5, batch)
+        assert many.verify_seconds(3, 256, batch) == costs.verify_seconds(3, 256, batch)
+    assert many.rest_seconds(5, 16) == pytest.approx(6 * one.rest_seconds(5))
+    assert many.draft_seconds(5, 256, 16) == pytest.approx(2 * one.draft_seconds(5, 256))
+    assert many.verify_seconds(3, 256, 16) == costs.verify_seconds(3, 256, 16)

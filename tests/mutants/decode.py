@@ -441,8 +441,8 @@ MUTANTS = [
     (
         "many rows draft at what one row costs",
         "outpace/decode/auto.py",
-        "if costs.batches == (1,):",
-        "if False:",
+        "for_rows = partial(shared, most=rows,",
+        "for_rows = partial(shared, most=0,",
         "tests/decode/test_row_costs.py",
     ),
 ]
