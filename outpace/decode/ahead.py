@@ -1,19 +1,36 @@
 """Steps without draft tokens, several in one native call: a short step is not to wait for Python."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from outpace.decode.acceptance import VerifyResult
-from outpace.drafts.base import Proposal, not_finite
+from outpace.drafts.base import Proposal
+from outpace.drafts.deferred import States, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
 
 MOST = 8  # steps of a call
 SECONDS = 2e-3  # that a call may take: a text is streamed in pieces of so long
 
-Verified = tuple[Proposal, Tensor | None, VerifyResult]  # with aux [n, B, N, C] of the proposal's positions
+
+class Verified(NamedTuple):
+    """A proposal that the target has judged: aux [n, B, N, C] and logits [B, N, V] of its positions. `logits`
+    is None of steps that ran ahead, whose tokens stand as a proposal that was accepted whole; `finite` then
+    says whether all of theirs were."""
+
+    proposal: Proposal
+    aux: Tensor | None
+    result: VerifyResult
+    logits: Tensor | None = None
+    finite: bool = True
+
+    @property
+    def states(self) -> States:
+        """What a draft observes of it."""
+        return accepted_states(self.proposal, self.aux, self.result.path)
 
 
 class RunAhead:
@@ -23,39 +40,25 @@ class RunAhead:
         self.target = target if wanted and isinstance(target, Decoder) else None
         self.seconds = SECONDS  # of a step
 
-    def steps(
-        self,
-        last: Tensor,
-        cache: KVCache,
-        left: int,
-        rest: Callable[[int], int],
-        stop: Iterable[int],
-        aux: Sequence[int],
-        done: int,
-    ) -> Verified | None:
-        """A step without draft tokens after `last` [B] and `done` steps, and some to come, as one of which
-        all draft tokens were accepted: as many of the `left` ones as take no longer than SECONDS, and as the
-        controller's `rest` allows. None: it is to be made as any other. Raises ValueError for logits that
-        are not finite."""
+    def most(self, left: int) -> int:
+        """Steps that a call may make of the `left` ones, in SECONDS; 0: it cannot make any."""
         if self.target is None:
-            return None
-        most = min(MOST, max(int(SECONDS / self.seconds), 1))  # one slow step says little
-        return self.make(last, cache, rest(min(most, left)), stop, aux, done)
+            return 0
+        return min(MOST, max(int(SECONDS / self.seconds), 1), left)  # one slow step says little
 
     def make(
-        self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int], aux: Sequence[int], done: int = 0
+        self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int], aux: Sequence[int]
     ) -> Verified | None:
-        """Up to `most` steps, where they are one native call; fewer up to a token of `stop` in every row."""
+        """Up to `most` steps after `last` [B], where they are one native call; fewer up to a token of `stop`
+        in every row. None: the next one is to be made as any other."""
         began = time.perf_counter()
         many = None if self.target is None else self.target.run_ahead(last, cache, most, stop, aux)
         if many is None:
             self.target = None
             return None
         B, n = many.tokens.shape
-        if not many.finite:
-            raise not_finite(f"step {done + n}", "target")
         self.seconds = (time.perf_counter() - began) / n
         tokens = last.new_empty(B, n)
         tokens[:, 0], tokens[:, 1:] = last, many.tokens[:, :-1]
         result = VerifyResult([list(range(n))] * B, many.tokens.tolist())
-        return Proposal(tokens, [n] * B), many.aux, result
+        return Verified(Proposal(tokens, [n] * B), many.aux, result, finite=many.finite)

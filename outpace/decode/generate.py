@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
-from outpace.decode.ahead import RunAhead
+from outpace.decode.ahead import RunAhead, Verified
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.device_rounds import DeviceRounds, device_rounds
 from outpace.decode.partial import Partial, PartialSession, Trusting
@@ -22,8 +24,8 @@ from outpace.decode.request import (
 )
 from outpace.decode.reuse import PrefixCache
 from outpace.decode.trace import Prediction, Trace
-from outpace.drafts.base import Draft, DraftSession, check_finite, roots
-from outpace.drafts.deferred import Deferred, accepted_states
+from outpace.drafts.base import Draft, DraftSession, Proposal, check_finite, roots
+from outpace.drafts.deferred import Deferred
 from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Target
@@ -82,36 +84,22 @@ def steps(
         raise ValueError(
             "partial KV needs a draft, and no controller: its cost table is of full forwards only"
         )
-    B, rule = len(prompts), acceptance_rule(request, prompts, rng)
-    # positions of the longest proposal, root included; positions that a draft session may have to rewind
-    block = slack = 0
-    if draft is not None:
-        block = draft.block_size
-        if partial is not None:
-            block = slack = partial.config.buffer_size(draft.block_size)
-    length = max(len(p) for p in prompts) + request.max_new_tokens + block
-    index = partial is not None and partial.config.selector == INDEX
+    # positions of the longest proposal, root included
+    block = 0 if draft is None else draft.block_size
+    if draft is not None and partial is not None:
+        block = partial.config.buffer_size(block)
     controller = controller or Fixed(max(block, 1))
-    session: DraftSession | None = None
-    on_device: DeviceRounds | None = None
+    rule, aux = acceptance_rule(request, prompts, rng), () if draft is None else draft.target_layer_ids
+    length = max(len(p) for p in prompts) + request.max_new_tokens + block
     if prefix_cache is not None:
-        assert B == 1 and partial is None and prefix_cache.draft is draft and not request.offset
+        assert len(prompts) == 1 and partial is None and prefix_cache.draft is draft and not request.offset
         cache, trace.reused = prefix_cache.begin(prompts[0], rows.emitted[0], length)
-        session = prefix_cache.session()
+        opened = Opened(cache, prefix_cache.session(), rule)
     else:
-        cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
-        if partial is None and on_logits is None:
-            on_device = device_rounds(target, cache, draft, request)
-        if on_device is not None:
-            session = on_device.session
-        elif draft is not None:
-            session = inner = draft.begin(B, length, request.offset, slack)
-            if partial is not None:
-                session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
-                rule = Trusting(rule) if partial.mode == "lossy" else rule
+        on_host = on_logits is not None
+        opened = _open(target, len(prompts), length, request, draft, rule, trace, partial, on_host)
+    cache, session, rule, on_device = opened
     controller.begin(max(block, 1), request.max_new_tokens)
-
-    aux = () if draft is None else draft.target_layer_ids
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, rule, session, aux, on_logits, trace.reused)
     deferred = None if session is None else Deferred(session)
@@ -124,64 +112,150 @@ def steps(
     if on_device is not None:
         yield from on_device.run(cache, last, rule, rows, trace, controller)
         return
-
-    active = list(range(B))
     ahead = RunAhead(target, request.takes_argmax and partial is None and on_logits is None)
-    while running := rows.running(active):
-        if len(running) < len(active):  # finished rows leave the batch
-            for part in (cache, rule, deferred):
-                if part is not None:
-                    part.select(running)
-            last, active = last[running], [active[i] for i in running]
-        began = time.perf_counter()
-        with trace.timed("rest"):
-            n = controller.width(cache.lengths)
-        if n > 1 and deferred is not None:
-            with trace.timed("draft"):
-                offered = deferred.propose(last, n, rule.sampler)
+    loop = Loop(target, cache, request, rule, deferred, controller, ahead, rows, trace, aux, on_logits, last)
+    yield from loop.run()
+
+
+class Opened(NamedTuple):
+    """What a generation decodes with; `on_device`: its rounds, where a device makes them by itself."""
+
+    cache: KVCache
+    session: DraftSession | None
+    rule: AcceptanceRule
+    on_device: DeviceRounds | None = None
+
+
+def _open(
+    target: Target,
+    B: int,
+    length: int,
+    request: Request,
+    draft: Draft | None,
+    rule: AcceptanceRule,
+    trace: Trace,
+    partial: Partial | None,
+    on_host: bool,
+) -> Opened:
+    """Of B prompts that become `length` tokens long at most, a draft's proposal included."""
+    block = 1 if draft is None else draft.block_size
+    if partial is not None:
+        block = partial.config.buffer_size(block)
+    index = partial is not None and partial.config.selector == INDEX
+    cache = target.make_cache(B, length, slack=block, offset=request.offset, index=index)
+    if draft is not None and partial is not None:
+        inner = draft.begin(B, length, request.offset, block)
+        session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
+        return Opened(cache, session, Trusting(rule) if partial.mode == "lossy" else rule)
+    on_device = None if on_host else device_rounds(target, cache, draft, request)
+    if on_device is not None:
+        return Opened(cache, on_device.session, rule, on_device)
+    return Opened(cache, None if draft is None else draft.begin(B, length, request.offset), rule)
+
+
+@dataclass
+class Loop:
+    """Propose, verify, commit, until every row has ended. `last` [B]: the newest tokens, which the cache does
+    not hold yet; `active`: rows of the batch that go on."""
+
+    target: Target
+    cache: KVCache
+    request: Request
+    rule: AcceptanceRule
+    deferred: Deferred | None
+    controller: Controller
+    ahead: RunAhead
+    rows: BatchRows
+    trace: Trace
+    aux: Sequence[int]
+    on_logits: OnLogits | None
+    last: Tensor
+    active: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.active = list(range(len(self.last)))
+
+    def run(self) -> Iterator[None]:
+        trace = self.trace
+        while running := self.rows.running(self.active):
+            if len(running) < len(self.active):
+                self._keep(running)
+            began = time.perf_counter()
+            proposal, offered = self._propose()
+            with trace.timed("verify"):
+                verified = self._verify(proposal, offered)
             with trace.timed("rest"):
-                proposal = controller.cut(offered)
-                n = proposal.width
-        else:
-            proposal = offered = roots(last)
-        with trace.timed("verify"):
-            many = None
-            if n == 1:
-                left = min(rows.limits[b] - len(rows.emitted[b]) for b in active)
-                many = ahead.steps(last, cache, left, controller.rest, request.stop, aux, trace.steps)
-            if many is not None:
-                check_finite(f"step {trace.steps + 1}", last, offered, finite=True)
-                proposal, states, result = many
-            else:
-                counts = None if draft is None else proposal.counts
-                out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux, logits=True)
-                states, logits = out.aux, out.logits  # logits [B, N, V]
-                check_finite(f"step {trace.steps + 1}", logits, offered, out.finite)
-                chosen = logits, out.best
-                result = rule.verify(proposal, *chosen) if n > 1 else next_token(rule, *chosen)
-        with trace.timed("rest"):
-            if n > 1:
-                cache.commit(result.path)
-            last = torch.tensor([tokens[-1] for tokens in result.tokens], device=target.device)
-            if on_logits is not None:
-                for b, path, scores in zip(active, result.path, logits, strict=True):
-                    on_logits(b, scores[path])
-            emitted = list(zip(active, result.tokens, strict=True))
-            if many is not None:
-                trace.add_plain(B, active, [rows.emit_steps(b, tokens) for b, tokens in emitted])
-            else:
-                for b, tokens in emitted:
-                    rows.emit(b, tokens)
-                accepted = [len(path) - 1 for path in result.path]
-                trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
-            controller.learn(proposal, result.path)
-        if deferred is not None:
-            with trace.timed("draft"):
-                deferred.add(accepted_states(proposal, states, result.path))
-        if controller.predicted is not None:
-            committed = sum(map(len, result.path))
-            trace.predicted.append(Prediction(*controller.predicted, committed, time.perf_counter() - began))
-        yield
+                self._commit(verified)
+                self.controller.learn(verified.proposal, verified.result.path)
+            if self.deferred is not None:
+                with trace.timed("draft"):
+                    self.deferred.add(verified.states)
+            if self.controller.predicted is not None:
+                committed = sum(map(len, verified.result.path))
+                seconds = time.perf_counter() - began
+                trace.predicted.append(Prediction(*self.controller.predicted, committed, seconds))
+            yield
+
+    def _keep(self, running: list[int]) -> None:
+        """Finished rows leave the batch."""
+        for part in (self.cache, self.rule, self.deferred):
+            if part is not None:
+                part.select(running)
+        self.last, self.active = self.last[running], [self.active[i] for i in running]
+
+    def _propose(self) -> tuple[Proposal, Proposal]:
+        """What is to be verified, and what the draft proposed, of which that is a part."""
+        with self.trace.timed("rest"):
+            n = self.controller.width(self.cache.lengths)
+        if n == 1 or self.deferred is None:
+            return (alone := roots(self.last)), alone
+        with self.trace.timed("draft"):
+            offered = self.deferred.propose(self.last, n, self.rule.sampler)
+        with self.trace.timed("rest"):
+            return self.controller.cut(offered), offered
+
+    def _verify(self, proposal: Proposal, offered: Proposal) -> Verified:
+        done = self.trace.steps
+        if proposal.width == 1 and (ahead := self._run_ahead()) is not None:
+            check_finite(f"step {done + ahead.proposal.width}", None, offered, ahead.finite)
+            return ahead
+        counts = None if self.deferred is None else proposal.counts
+        out = self.target(
+            proposal.tokens, self.cache, counts=counts, tree=proposal.tree, aux=self.aux, logits=True
+        )
+        check_finite(f"step {done + 1}", out.logits, offered, out.finite)
+        chosen = out.logits, out.best
+        result = self.rule.verify(proposal, *chosen) if proposal.width > 1 else next_token(self.rule, *chosen)
+        return Verified(proposal, out.aux, result, out.logits)
+
+    def _run_ahead(self) -> Verified | None:
+        """Some steps without draft tokens in one native call, where one can be."""
+        left = min(self.rows.limits[b] - len(self.rows.emitted[b]) for b in self.active)
+        most = self.ahead.most(left)
+        if not most:
+            return None
+        return self.ahead.make(self.last, self.cache, self.controller.rest(most), self.request.stop, self.aux)
+
+    def _commit(self, verified: Verified) -> None:
+        """Accepted tokens into cache, rows and trace."""
+        batch, active, result = len(self.rows.emitted), self.active, verified.result
+        self.last = torch.tensor([tokens[-1] for tokens in result.tokens], device=self.target.device)
+        if verified.logits is None:
+            emitted = [
+                self.rows.emit_steps(b, tokens) for b, tokens in zip(active, result.tokens, strict=True)
+            ]
+            self.trace.add_plain(batch, active, emitted)
+            return
+        proposal = verified.proposal
+        if proposal.width > 1:
+            self.cache.commit(result.path)
+        if self.on_logits is not None:
+            for b, path, scores in zip(active, result.path, verified.logits, strict=True):
+                self.on_logits(b, scores[path])
+        for b, tokens in zip(active, result.tokens, strict=True):
+            self.rows.emit(b, tokens)
+        accepted = [len(path) - 1 for path in result.path]
+        self.trace.add(batch, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
 
 
 def prefill(

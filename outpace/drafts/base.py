@@ -119,16 +119,18 @@ def roots(last: Tensor) -> Proposal:
 
 
 def check_finite(
-    where: str, logits: Tensor, offered: Proposal | None = None, finite: bool | None = None
+    where: str, logits: Tensor | None, offered: Proposal | None = None, finite: bool | None = None
 ) -> None:
     """Raises ValueError for NaN and infinity in the target's `logits`, and in the scores that a draft chose
-    `offered` by; `where` is the step, `finite` what is known of the logits. One wait for the device, for
-    both."""
-    largest: dict[str, Tensor] = {} if finite else {"target": logits.amax()}
+    `offered` by; `where` is the step, `finite` what is known of the logits, which may be None then. One wait
+    for the device, for both."""
+    if logits is None and not finite:
+        raise not_finite(where, "target")
+    largest: dict[str, Tensor] = {} if finite or logits is None else {"target": logits.amax()}
     if isinstance(offered, HostProposal):
         stated = sum(map(sum, offered.stated or []))
         if not math.isfinite(stated):
-            largest["draft"] = torch.tensor(stated, device=logits.device)
+            largest["draft"] = torch.tensor(stated)
     elif offered is not None and offered.survival is not None:
         largest["draft"] = offered.survival.sum()
         if offered.q is not None:

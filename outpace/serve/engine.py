@@ -269,9 +269,9 @@ class Engine:
         if proposal.width == 1:
             many = self._run_ahead(some, proposal.tokens[:, 0], cache, drafting)
         if many is not None:
-            check_finite(f"round {self.rounds}", proposal.tokens, offered, finite=True)
-            proposal, aux, result = many
-            paths = [s.take_steps(tokens) for s, tokens in zip(some, result.tokens, strict=True)]
+            check_finite(f"round {self.rounds}", None, offered, many.finite)
+            proposal, aux = many.proposal, many.aux
+            paths = [s.take_steps(tokens) for s, tokens in zip(some, many.result.tokens, strict=True)]
         else:
             what = {"counts": proposal.counts, "tree": proposal.tree, "aux": self._aux(some)}
             out = self.target(proposal.tokens, cache, **what, logits=True)
@@ -296,10 +296,12 @@ class Engine:
             return None
         if len(some) < len(self.running):
             return None
+        most = self.ahead.most(min(s.left for s in some))
+        if not most:
+            return None
         stop = frozenset[int]().union(*(s.request.stop for s in some))
-        rest = self.controller.rest if drafting else (lambda most: most)
-        left = min(s.left for s in some)
-        return self.ahead.steps(last, cache, left, rest, stop, self._aux(some), self.rounds)
+        most = self.controller.rest(most) if drafting else most
+        return self.ahead.make(last, cache, most, stop, self._aux(some))
 
     def _propose(self, some: Rows[Sequence], n: int) -> Proposal:
         """Of all, in at most `n` positions each: in one forward those that share a draft and a width."""

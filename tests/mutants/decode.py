@@ -420,15 +420,15 @@ MUTANTS = [
     (
         "a call of several steps is longer than what is left of a row",
         "outpace/decode/ahead.py",
-        "rest(min(most, left))",
-        "rest(most)",
+        "max(int(SECONDS / self.seconds), 1), left)",
+        "max(int(SECONDS / self.seconds), 1))",
         "tests/decode/test_run_ahead.py",
     ),
     (
         "a draft's scores that are none pass where nothing is verified",
         "outpace/decode/generate.py",
-        "last, offered, finite=True)",
-        "last, None, finite=True)",
+        "None, offered, ahead.finite)",
+        "None, None, ahead.finite)",
         "tests/decode/test_run_ahead.py",
     ),
     (
