@@ -187,3 +187,14 @@ def test_what_rounded_activations_bring_to_prompts():
         row = shapes[name]["steps"]["prompt of 512"]
         assert round(row["outpace_rounded_ms"] / row["outpace_ms"] * 6) == 4
     assert "two thirds of the time on larger models" in page("howto/decode.md")
+
+
+def test_what_tiles_bring():
+    """Of a dense model on a CPU with AMX, next to another machine's vectors."""
+    tiles, vectors = report("llama-cpp/shapes-amx"), report("llama-cpp/shapes")
+    assert "AMX" in tiles["machine"]["vector"] and "AMX" not in vectors["machine"]["vector"]
+    rows, others = (r["shapes"]["qwen3-0.6b:bf16"]["steps"] for r in (tiles, vectors))
+    assert rows["prompt of 512"]["ratio"] > 1 and "so a prompt takes\nless time than" in page("results.md")
+    assert rows["1 token"]["outpace_ms"] > others["1 token"]["outpace_ms"] and (
+        "whose two cores are slower" in page("results.md")
+    )
