@@ -1,11 +1,12 @@
 // Part of cpu.c: products of an x that is rounded to bfloat16, for weights that have no more digits themselves. Where the CPU multiplies pairs of
 // bfloat16, 32 values meet at a time in sums of float32; elsewhere the rounded numbers go the way of all others.
 INLINE vi rounded(vf v) { return (vi)(((vu)v + 0x7fff + (((vu)v >> 16) & 1)) >> 16); }  // to the nearest bfloat16, ties to even
-#if W == 16 && defined __AVX512BF16__
-enum { PAIRS = 1 };
+#if W == 16 && defined __AVX512BF16__ && !defined __AMX_BF16__  // processors with tiles multiply pairs at half the rate
+#define BY_PAIRS 1
 #else
-enum { PAIRS = 0 };
+#define BY_PAIRS 0
 #endif
+enum { PAIRS = BY_PAIRS };
 INLINE int rounds(long wanted, long kind) { return wanted && (kind == BF16 || kind == MXFP4 || kind == GGML_MXFP4); }
 INLINE long paired(long wanted, long kind) { return PAIRS && rounds(wanted, kind) ? PAIRED + kind : kind; }  // the kind for an x in pairs
 INLINE long x_apart(long k, long kind) { return kind >= PAIRED ? (k + 31) / 32 * 16 : k; }  // between rows of x, in the size of a float
@@ -13,7 +14,7 @@ INLINE long x_apart(long k, long kind) { return kind >= PAIRED ? (k + 31) / 32 *
 static void round_row(floats x, long n, int pairs, void *to) {  // pairs: n is rounded up to 16
     for (long i = 0; i < n; i += W) {
         vf v = part(x + i, n - i);
-#ifdef __AVX512BF16__
+#if BY_PAIRS
         if (pairs) { _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), (__m256i)_mm512_cvtneps_pbh((__m512)v)); continue; }
 #endif
         vi bits = rounded(v) << 16;
@@ -30,7 +31,7 @@ static floats round_rows(floats x, long M, long K, int pairs, float *to, long th
     return to;
 }
 
-#if W == 16 && defined __AVX512BF16__
+#if BY_PAIRS
 static uint16_t E2M1_PAIRS[256][32] __attribute__((aligned(64)));  // E2M1's values twice: the fifth bit of a place is its neighbour's
 __attribute__((constructor)) static void fill_pairs(void) {
     static const uint16_t value[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};

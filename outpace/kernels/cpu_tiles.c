@@ -1,7 +1,7 @@
 // Part of cpu.c: products with weights of bfloat16 by matrix tiles (AMX). A float32 is the sum of three bfloat16 numbers, so products are exact and
 // sums float32's, as without tiles. 16 weight rows meet 16 columns, each a part of a row of x: five rows of x take as long as one, 16 as three columns of
 // tiles. Every value of y has one accumulator for each part, over all of k in order, whatever columns stand beside it.
-#if W == 16 && defined __AMX_BF16__ && defined __linux__
+#if W == 16 && defined __AMX_BF16__ && defined __AVX512BF16__ && defined __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 int has_tiles;  // where the system allows them: they enlarge what it saves of a thread
