@@ -198,3 +198,15 @@ def test_what_tiles_bring():
     assert rows["1 token"]["outpace_ms"] > others["1 token"]["outpace_ms"] and (
         "its two cores are slower" in page("results.md")
     )
+
+
+def test_what_published_acceptance_would_bring():
+    """Three times llama.cpp's plain decoding was the aim, on a dense shape."""
+    rows = {row["method"]: row for row in report("synthetic/qwen3-0.6b-bf16-draft-5")["results"]}
+    assert min(rows[f"tau {tau:g}, block 16"]["over_llama_cpp"] for tau in (6.5, 7.3)) >= 3
+    assert not any(row["lossless"]["violations"] for row in rows.values() if row["asked"])
+    free = [row for row in report("synthetic/qwen3-0.6b-bf16-draft-0")["results"] if row["asked"]]
+    best = max(row["over_llama_cpp"] for row in free)
+    assert f"would bring {best:.1f} times llama.cpp's speed at most" in page("results.md")
+    even = {f"{row['break_even']:.1f}" for row in free if "block 16" in row["method"]}
+    assert len(even) == 1 and f"pays from a tau of {even.pop()} on in blocks of 16" in page("results.md")
