@@ -194,6 +194,10 @@ def test_what_tiles_bring():
     tiles, vectors = report("llama-cpp/shapes-amx"), report("llama-cpp/shapes")
     assert "AMX" in tiles["machine"]["vector"] and "AMX" not in vectors["machine"]["vector"]
     rows, others = (r["shapes"]["qwen3-0.6b:bf16"]["steps"] for r in (tiles, vectors))
+    ratios = [f"{rows[step]['ratio']:.2f}" for step in ("8 tokens", "16 tokens", "prompt of 512")]
+    assert "8 tokens {} times as fast as it, 16 tokens {} times, a prompt of 512 {} times".format(
+        *ratios
+    ) in (page("log.md"))
     assert rows["prompt of 512"]["ratio"] > 1 and "so a prompt takes less time than" in page("results.md")
     assert rows["1 token"]["outpace_ms"] > others["1 token"]["outpace_ms"] and (
         "its two cores are slower" in page("results.md")
