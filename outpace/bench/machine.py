@@ -20,7 +20,7 @@ from outpace.drafts.dflash import DFlash
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, named_tensors
-from outpace.ops.dispatch import vectors
+from outpace.ops.dispatch import cpu_capability
 from outpace.ops.quant import Quant
 
 PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -36,7 +36,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
-        "vector": vectors(),
+        "vector": cpu_capability(),
         "device": str(device.type),
     }
     if hasattr(os, "getloadavg"):

@@ -21,7 +21,7 @@ from outpace.drafts.base import Draft
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
-from outpace.ops.dispatch import built, vectors
+from outpace.ops.dispatch import built, cpu_capability
 
 MAX_SPREAD, MIN_CPU = 0.5, 0.85  # a measurement beyond either was disturbed by other processes
 
@@ -223,7 +223,7 @@ def machine(target: Decoder) -> dict[str, str]:
     cuda = target.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(target.device) if cuda else _processor(),
-        "vector": vectors(),
+        "vector": cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "dtype": str(target.dtype).removeprefix("torch."),
         "kv_cache_dtype": target.kv_cache_dtype_name,

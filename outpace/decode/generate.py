@@ -97,7 +97,7 @@ def steps(
         opened = Opened(cache, prefix_cache.session(), rule)
     else:
         on_host = on_logits is not None
-        opened = _open(target, len(prompts), length, request, draft, rule, trace, partial, on_host)
+        opened = _open(target, len(prompts), length, block, request, draft, rule, trace, partial, on_host)
     cache, session, rule, on_device = opened
     controller.begin(max(block, 1), request.max_new_tokens)
     with trace.timed("prefill"):
@@ -130,6 +130,7 @@ def _open(
     target: Target,
     B: int,
     length: int,
+    block: int,
     request: Request,
     draft: Draft | None,
     rule: AcceptanceRule,
@@ -137,12 +138,9 @@ def _open(
     partial: Partial | None,
     on_host: bool,
 ) -> Opened:
-    """Of B prompts that become `length` tokens long at most, a draft's proposal included."""
-    block = 1 if draft is None else draft.block_size
-    if partial is not None:
-        block = partial.config.buffer_size(block)
+    """Of B prompts that become `length` tokens long at most, the `block` of a proposal included."""
     index = partial is not None and partial.config.selector == INDEX
-    cache = target.make_cache(B, length, slack=block, offset=request.offset, index=index)
+    cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
     if draft is not None and partial is not None:
         inner = draft.begin(B, length, request.offset, block)
         session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)

@@ -130,7 +130,7 @@ def check_finite(
     if isinstance(offered, HostProposal):
         stated = sum(map(sum, offered.stated or []))
         if not math.isfinite(stated):
-            largest["draft"] = torch.tensor(stated)
+            largest["draft"] = torch.tensor(stated, device=offered.device)
     elif offered is not None and offered.survival is not None:
         largest["draft"] = offered.survival.sum()
         if offered.q is not None:

@@ -162,14 +162,16 @@ INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + expv(-x)); }
 
 #include "cpu_threads.c"
 INLINE int team(double work, double enough, long threads) { return work < enough ? 1 : MIN(threads, THREADS); }
-static float *scratch(size_t count) {  // kept per calling thread: fresh pages cost more than the kernels
-    static __thread float *memory;
-    static __thread size_t size;
-    if (count <= size) return memory;
-    free(memory);
-    size = count + count / 2;
-    return memory = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
+enum { SCRATCH, PACKED, BUFFERS };  // PACKED: of x for tiles, while its caller uses scratch
+static void *buffer(int which, size_t count) {  // of floats, kept per calling thread: fresh pages cost more than the kernels
+    static __thread void *memory[BUFFERS];
+    static __thread size_t size[BUFFERS];
+    if (count <= size[which]) return memory[which];
+    free(memory[which]);
+    size[which] = count + count / 2;
+    return memory[which] = aligned_alloc(64, (size[which] * sizeof(float) + 63) / 64 * 64);
 }
+static float *scratch(size_t count) { return buffer(SCRATCH, count); }
 
 // ---- products
 static float E2M1[256][16];  // the 16 values of a nibble times 2^(scale - 127)

@@ -79,7 +79,7 @@ static void down(const void *with, long item, long me) {  // some columns of y, 
 void moe(const Moe *o) {
     long M = o->M, C = o->C, F = o->F, E = o->E, A = M * o->k;
     int threads = team((double)A * C * F, 32768, o->threads), far = M > 1 || E * F * at(o->up.kind, C) > NEAR;
-    int round = rounds(o->rounded, o->gate.kind) && rounds(o->rounded, o->up.kind) && rounds(o->rounded, o->down.kind), kind = PAIRS && round ? PAIRED : 0;
+    int round = rounds(o->rounded, o->gate.kind) && rounds(o->rounded, o->up.kind) && rounds(o->rounded, o->down.kind), kind = BY_PAIRS && round ? PAIRED : 0;
     long h_size = A * (F + 32), x_size = M * (C + 32);
     float *h = scratch(h_size + 2 * x_size + threads * A * ITEM + 2 * (A + 2 * E + 2)), *x = h + h_size, *mixed = x + x_size, *parts = mixed + x_size;
     long *first = (long *)((uintptr_t)(parts + threads * A * ITEM + 1) & ~7ul), *used = first + E + 1, *order = used + E, distinct = 0;

@@ -158,7 +158,7 @@ static void products(const void *with, long item, long me) {
 static void plain_linear(const Linear *o) {
     long some = some_columns(o), apart = x_apart(o->K, paired(o->rounded, o->kind));
     Linear part = *o;
-    if (rounds(o->rounded, o->kind)) part.x = round_rows(o->x, o->M, o->K, PAIRS, scratch(o->M * apart), o->threads);
+    if (rounds(o->rounded, o->kind)) part.x = round_rows(o->x, o->M, o->K, BY_PAIRS, scratch(o->M * apart), o->threads);
     for (; part.M > 0; part.x += CACHED * apart, part.y += CACHED * o->apart, part.M -= CACHED) {
         Linear rows = part;
         rows.M = MIN(part.M, CACHED);

@@ -31,14 +31,6 @@ INLINE void parts_of(floats x, long n, int parts, vf *to) {
         b -= (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pairs, 1)), 16);
     }
 }
-static uint32_t *columns(size_t count) {  // kept like `scratch`, which is the caller's meanwhile
-    static __thread uint32_t *memory;
-    static __thread size_t size;
-    if (count <= size) return memory;
-    free(memory);
-    size = count + count / 2;
-    return memory = aligned_alloc(64, (size * sizeof(uint32_t) + 63) / 64 * 64);
-}
 // Rows of x as columns of tiles: of each 32 values of k, for each 16 columns, 16 pairs of each. Parts of a kind stand side by side.
 enum { COLUMNS = 48, TILE = 256 };  // of a group; pairs of a tile
 INLINE long steps_of(long k) { return (k + 31) / 32; }
@@ -100,29 +92,27 @@ INLINE vf permuted(vf a, vf b, int from) { return (vf)_mm512_permutex2var_ps((__
 static void place_tile(const float *sums, int rows, int parts, int cols, vf bias, float *const *y, int at) {
     int wide = wide_of(rows, parts);
     vf v[16];
-    if (rows == 1 && parts == 3) {
+    for (int r = 0; r < rows; r += 16) {
+        if (rows == 1 && parts == 3) {
 #define QUARTER(i, q) v[i] = (vf)_mm512_mask_broadcast_f32x4((__m512)v[i], 15 << 4 * q, _mm_load_ps(sums + (4 * q + i) * COLUMNS))
-        UNROLL for (int i = 0; i < 4; i++) v[i] = (vf){0}, QUARTER(i, 0), QUARTER(i, 1), QUARTER(i, 2), QUARTER(i, 3);
-        quads(v);
-        v[0] += v[1] + v[2];
-    } else for (int r = 0; r < rows; r += 16) {
-        for (int i = 0; i < 16; i++) {
-            vf a = load(sums + i * COLUMNS + r);
-            if (parts == 1) { v[i] = a; continue; }
-            vf b = wide > 1 ? load(sums + i * COLUMNS + 16) : a;
-            v[i] = a + (wide < 3 ? permuted(a, b, rows) + permuted(a, b, 2 * rows) : b + load(sums + i * COLUMNS + 32));
+            UNROLL for (int i = 0; i < 4; i++) v[i] = (vf){0}, QUARTER(i, 0), QUARTER(i, 1), QUARTER(i, 2), QUARTER(i, 3);
+            quads(v);
+            v[0] += v[1] + v[2];
+        } else {
+            for (int i = 0; i < 16; i++) {
+                vf a = load(sums + i * COLUMNS + r);
+                if (parts == 1) { v[i] = a; continue; }
+                vf b = wide > 1 ? load(sums + i * COLUMNS + 16) : a;
+                v[i] = a + (wide < 3 ? permuted(a, b, rows) + permuted(a, b, 2 * rows) : b + load(sums + i * COLUMNS + 32));
+            }
+            transpose(v);
         }
-        transpose(v);
         for (int i = 0; i < MIN(16, rows - r); i++) {
             vf sum = v[i] + bias;
             if (cols == 16) store(y[r + i] + at, sum);
             else memcpy(y[r + i] + at, &sum, cols * sizeof(float));
         }
     }
-    if (rows > 1 || parts == 1) return;
-    v[0] += bias;
-    if (cols == 16) store(y[0] + at, v[0]);
-    else memcpy(y[0] + at, v, cols * sizeof(float));
 }
 typedef struct { const uint32_t *to; int rows, parts; } Columns;
 // As `dots`, of a group of rows that are columns. To wait for what was just stored takes as long as a tile: it is read a turn later.
@@ -185,11 +175,12 @@ static void tiled_linear(const Linear *o) {
     int parts = o->rounded ? 1 : 3;
     long some = some_columns(o), most = most_rows(parts);
     use_tiles(0);
+    long at_once = CACHED / most * most;
     Linear rows = *o;
-    for (; rows.M > 0; rows.x += CACHED / most * most * o->K, rows.y += CACHED / most * most * o->apart, rows.M -= CACHED / most * most) {
+    for (; rows.M > 0; rows.x += at_once * o->K, rows.y += at_once * o->apart, rows.M -= at_once) {
         Linear now = rows;
-        now.M = MIN(rows.M, CACHED / most * most);
-        Tiled t = {&now, columns(tiles_for(now.M, parts) * steps_of(o->K) * TILE), parts};
+        now.M = MIN(rows.M, at_once);
+        Tiled t = {&now, buffer(PACKED, tiles_for(now.M, parts) * steps_of(o->K) * TILE), parts};
         each_row((now.M + most - 1) / most, group_columns, &t, team((double)now.M * o->K, 65536, o->threads));
         each_item((o->N + some - 1) / some, tiled_products, &t, team((double)o->N * o->K * (now.M + 3), 6e4, o->threads));
     }

@@ -20,7 +20,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported else torch.float32
 
 
-def vectors() -> str:
+def cpu_capability() -> str:
     """What a CPU computes with, for people: "AVX2", "AVX512", "AVX512 with AMX" .."""
     return torch.backends.cpu.get_cpu_capability() + (" with AMX" if tiles() else "")
 
