@@ -281,9 +281,11 @@ def test_attend_survives_extreme_scores_and_sinks():
 
 
 @pytest.mark.parametrize("softmax_first, renormalise", [(False, False), (True, False), (True, True)])
-def test_route(softmax_first, renormalise):
-    m, e, c, k = 40, 19, 72, 5
-    x, w, b = torch.randn(m, c), torch.randn(e, c), torch.randn(e)
+@pytest.mark.parametrize("e, c, dtype", [(19, 72, torch.float32), (131, 4160, torch.bfloat16)])
+def test_route(e, c, dtype, softmax_first, renormalise):
+    """The larger router has more than a megabyte in bfloat16: its product may have a buffer of its own."""
+    m, k = 40, 5
+    x, w, b = torch.randn(m, c), (torch.randn(e, c) * c**-0.5).to(dtype), torch.randn(e)
     index, weight = bindings.route(x, w, b, k, softmax_first, renormalise)
     logits = x.double() @ w.double().T + b.double()
     if softmax_first:
