@@ -226,7 +226,13 @@ class KVCache:
     @property
     def rings(self) -> bytes:
         """Where all layers' keys and values are, for a program's `Rings`; of `module_layers` nowhere."""
-        return self._of_kernels().rings
+        packed = self._of_kernels()
+        if packed.rings is None:
+            packed.rings = pack_rings(
+                None if i in packed.module_layers else (memory.k, memory.v)
+                for i, memory in enumerate(self.layers)
+            )
+        return packed.rings
 
     @property
     def module_layers(self) -> tuple[int, ...]:
@@ -235,10 +241,8 @@ class KVCache:
 
     def _of_kernels(self) -> "Packed":
         if self._packed is None or self._packed.epoch != self.epoch:
-            native = [memory.plain and not memory.record_queries for memory in self.layers]
-            pairs = [(m.k, m.v) if ok else None for m, ok in zip(self.layers, native, strict=True)]
-            others = tuple(i for i, ok in enumerate(native) if not ok)
-            self._packed = Packed(self.epoch, pack_rings(pairs), others)
+            others = (i for i, m in enumerate(self.layers) if m.record_queries or not m.plain)
+            self._packed = Packed(self.epoch, tuple(others))
         return self._packed
 
     @property
@@ -400,8 +404,8 @@ class Packed:
     """Of a cache's memories, as of an `epoch`: what kernels read, see `KVCache`."""
 
     epoch: int
-    rings: bytes
     module_layers: tuple[int, ...]
+    rings: bytes | None = None  # formed where a program runs, as is `moves` where tokens move
     moves: Moves | None = None
 
 

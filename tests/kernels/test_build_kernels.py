@@ -1,6 +1,9 @@
 """What building the kernels says: once that it takes time, and what is lost without them."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,20 @@ def test_kernels_that_are_switched_off_are_not_missed(caplog, monkeypatch):
     monkeypatch.setenv("OUTPACE_KERNELS", "0")
     assert build.load.__wrapped__() == (None, "switched off by OUTPACE_KERNELS=0")
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("draft", ["suffix", "dflash"])
+def test_without_kernels_drafts_decode_the_same(draft):
+    """By the command, in a process of its own: whole trees are committed by torch's operators."""
+    command = [sys.executable, "-m", "outpace", "generate", "default", "def f(", "--max-tokens", "12"]
+    texts = [
+        subprocess.run(
+            [*command, "--draft", draft],
+            env=os.environ | {"OUTPACE_KERNELS": on},
+            capture_output=True,
+            text=True,
+        )
+        for on in ("0", "1")
+    ]
+    assert texts[0].returncode == 0, texts[0].stderr[-1000:]
+    assert texts[0].stdout == texts[1].stdout and texts[0].stdout
