@@ -12,8 +12,9 @@ from outpace.drafts.deferred import States, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
 
-MOST = 8  # steps of a call
-SECONDS = 2e-3  # that a call may take: a text is streamed in pieces of so long
+MOST = 8  # steps of a call: rows that have ended wait for its end, and so does who comes to a server
+ALONE = 32  # of one row, which ends the call
+SECONDS = 5e-3  # that a call may take: a text is streamed in pieces of so long
 
 
 class Verified(NamedTuple):
@@ -36,15 +37,16 @@ class Verified(NamedTuple):
 class RunAhead:
     """How many greedy steps a call makes, and whether one can."""
 
-    def __init__(self, target: Target, wanted: bool = True) -> None:
+    def __init__(self, target: Target, wanted: bool = True, alone: bool = False) -> None:
         self.target = target if wanted and isinstance(target, Decoder) else None
+        self.limit = ALONE if alone else MOST
         self.seconds = SECONDS  # of a step
 
     def most(self, left: int) -> int:
         """Steps that a call may make of the `left` ones, in SECONDS; 0: it cannot make any."""
         if self.target is None:
             return 0
-        return min(MOST, max(int(SECONDS / self.seconds), 1), left)  # one slow step says little
+        return min(self.limit, max(int(SECONDS / self.seconds), 1), left)  # one slow step says little
 
     def make(
         self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int], aux: Sequence[int]

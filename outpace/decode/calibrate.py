@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.ahead import MOST, RunAhead
-from outpace.decode.controller import Adaptive, Controller, Fixed
+from outpace.decode.controller import Adaptive, Fixed
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.generate import generate, next_token
 from outpace.decode.request import COST_RULES, GREEDY, Request, acceptance_rule
@@ -31,6 +31,7 @@ RESTS = 2  # of MOST steps without draft tokens each, one after the other; the f
 PREFILL, SHOWN = 512, 4  # positions of a prefill chunk at most, and chunks at least
 # tokens of the runs that measure the acceptance rate and the overhead of a step; places of a text, at most
 STEADY, PLACES = 48, 16
+TURNS, TURN = 3, 96  # texts, of so many tokens at most, by which the timed steps are scaled
 SEED = 1
 ROUTED = 512  # tokens over which the experts are counted
 OnProgress = Callable[[float], None]  # share of the work that is done, 0 to 1
@@ -73,7 +74,8 @@ def calibrate(
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
-    counted, rest = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
+    alone = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
+    counted, rest = _counted(alone), _besides(alone)
     asked = prompts or _rows(text, PLACES, min(contexts))[1:]
     more = _accepted(target, draft, asked, request, share / 2)
     counted = more if prompts else counted + more  # one place of a text says little
@@ -108,15 +110,59 @@ def calibrate(
             RuntimeWarning,
             stacklevel=3,  # past the wrapper of inference_mode
         )
-    besides = {}
-    for batch in sorted(set(batches)):  # again with the controller, whose own time belongs to a step
-        rows = _rows(text, batch, min(contexts))
+    step = sum(alone.step_seconds) / len(alone.step_seconds)
+    whole = replace(request, max_new_tokens=round(min(TURN, max(8, share / step / 2 / TURNS))))
+    turns = {batch: _turns(target, draft, text, batch, min(contexts), whole, costs) for batch in set(batches)}
+    return replace(costs, points=tuple(_as_decoded(p, costs, turns[p.batch]) for p in points))
+
+
+def _turns(
+    target: Target,
+    draft: Draft,
+    text: Sequence[int],
+    batch: int,
+    context: int,
+    request: Request,
+    costs: Costs,
+) -> list[tuple[Trace, Trace]]:
+    """At several places of the text, decoding with draft tokens in every step, and without."""
+    rows, turns = _rows(text, batch * TURNS, context), list[tuple[Trace, Trace]]()
+    for i in range(TURNS):
         drafting, resting = (
-            _decode(target, draft, rows, request, share, c)[1] for c in (_drafting(costs), Fixed(1))
+            generate(
+                target, rows[i::TURNS], request, draft, controller=c, rng=generator(SEED, target.device)
+            ).trace
+            for c in (_drafting(costs), Fixed(1))
         )
-        besides[batch] = drafting, resting
-    timed = [(p, *besides[p.batch]) for p in points]
-    return replace(costs, points=tuple(replace(p, rest=rest, idle=idle) for p, rest, idle in timed))
+        turns.append((drafting, resting))
+    return turns
+
+
+def _as_decoded(point: Point, costs: Costs, turns: list[tuple[Trace, Trace]]) -> Point:
+    """The point with the rest of a step, and its seconds scaled to those of text that was decoded with draft
+    tokens in every step, and without: timed alone, a pass finds other things in the caches than there."""
+    batch = point.batch  # the texts began at the shortest context
+    rest, idle = (median([_besides(trace) for trace in traces]) for traces in zip(*turns, strict=True))
+    usual = median([t for _, trace in turns for t in trace.step_seconds[1:]]) - idle
+    ratios, lone = list[float](), list[float]()
+    for trace, _ in turns:
+        for nodes, step in zip(trace.nodes[1:], trace.predicted[1:], strict=False):
+            drafting = step.seconds_taken - rest
+            if max(nodes) > 1:
+                ratios.append(drafting / (step.seconds - costs.rest_seconds(2, batch)))
+            else:
+                lone.append(drafting - costs.draft_seconds(2, 0, batch))
+    single = usual / costs.verify_seconds(1, 0, batch) if usual > 0 else 1.0
+    wide = median(ratios) if ratios else 1.0
+    return replace(
+        point,
+        verify=tuple(rising([single * point.verify[0], *(wide * s for s in point.verify[1:])])),
+        draft=tuple(wide * s for s in point.draft),
+        plain=single * point.plain,
+        rest=rest,
+        idle=idle,
+        lone=median(lone) if lone else None,
+    )
 
 
 @torch.inference_mode()
@@ -178,28 +224,27 @@ def _decode(
     prompts: list[list[int]],
     request: Request,
     seconds: float,
-    controller: Controller | None = None,
-) -> tuple[Counter[bool], float]:
-    """Decode -> how many draft tokens whose parent was accepted were accepted, and how many were not; seconds
-    of a step besides draft and verify, where a step without draft tokens has no draft. The last of three
-    runs: the others warm up."""
+) -> Trace:
+    """The last of three runs: the others warm up."""
 
     def run(tokens: int) -> Trace:
         rng = generator(SEED, target.device)
-        return generate(
-            target, prompts, replace(request, max_new_tokens=tokens), draft, controller=controller, rng=rng
-        ).trace
+        return generate(target, prompts, replace(request, max_new_tokens=tokens), draft, rng=rng).trace
 
     run(2)
     began = time.perf_counter()
     run(4)
-    trace = run(int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began)))))
-    counted = _counted(trace)
-    besides = trace.seconds["rest"] + (0.0 if counted.total() else trace.seconds["draft"])
-    return counted, besides / len(trace.accepted)
+    return run(int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began)))))
+
+
+def _besides(trace: Trace) -> float:
+    """Seconds of a step besides draft and verify, where a step without draft tokens has no draft."""
+    drafting = any(proposed > 0 for step in trace.proposed for proposed in step)
+    return (trace.seconds["rest"] + (0.0 if drafting else trace.seconds["draft"])) / len(trace.accepted)
 
 
 def _counted(trace: Trace) -> Counter[bool]:
+    """How many draft tokens whose parent was accepted were accepted, and how many were not."""
     steps = zip(trace.accepted, trace.proposed, strict=True)
     rows = [row for step in steps for row in zip(*step, strict=True) if row[0] >= 0]
     return Counter({True: sum(a for a, _ in rows), False: sum(a < p for a, p in rows)})

@@ -33,7 +33,7 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
-GAP = 8  # autoregressive steps between two decisions while drafting rests
+GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests
 STRETCH = 256  # tokens of context with equal costs
 
 
@@ -215,7 +215,10 @@ class Adaptive:
         self.states_survival = True  # of the draft; assumed until its first proposal
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
-        self._resting = 1  # autoregressive steps that are one to learn of
+        self._pause = GAP  # steps of the last rest
+        # autoregressive steps that are one to learn of, and those of a look at a proposal beyond its own
+        self._resting, self._ahead = 1, 0
+        self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
         self.tokens: float = math.inf  # of this generation, at most
@@ -228,7 +231,7 @@ class Adaptive:
         if len(self.history.tried) != block:
             self.history = AcceptanceHistory(block, self.costs.acceptance)
         self.history.fade(0.5)
-        self.rested = self.wait = 0
+        self.rested = self.wait = self._fruitless = 0
         self.verified = 1
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
@@ -236,6 +239,7 @@ class Adaptive:
         if self.wait and len(lengths) == self._costs.rows:  # as in the step before: a rest is to cost nothing
             self.wait -= 1
             self.rested += 1
+            self._width, self.predicted = 1, self._costs.resting(1)
             return 1
         self.wait = 0
         now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
@@ -244,25 +248,28 @@ class Adaptive:
         if width == 1:
             self.rested += 1
             self.verified = 1
-            self.predicted = float(now.rows), now.step[1] + now.show
+            self.predicted = now.resting(1)
             return 1
         self.rested = 0
         self.history.begin_step()
         return width
 
     def rest(self, most: int) -> int:
-        if self._width > 1:  # a look at a proposal, which the prediction has the seconds of
-            return 1
-        self._resting = min(most, self.wait + 1)
-        self.wait -= self._resting - 1
-        self.rested += self._resting - 1
-        tokens, seconds = self._costs.rows, self._costs.step[1] + self._costs.show
-        self.predicted = float(tokens * self._resting), seconds * self._resting
-        return self._resting
+        looked, left = self._width > 1, self.wait + 1
+        n = math.ceil(left / math.ceil(left / most))  # calls of about as many steps each
+        self.wait -= n - 1
+        self.rested += n - 1
+        if not looked:
+            self._resting, self.predicted = n, self._costs.resting(n)
+            return n
+        assert self.predicted is not None
+        (tokens, seconds), self._ahead = self._costs.resting(n - 1), n - 1
+        self.predicted = self.predicted[0] + tokens, self.predicted[1] + seconds
+        return n
 
     def _decide(self, now: "StepCosts") -> int:
         if self.rested:
-            self.history.fade(REST_FADE)
+            self.history.fade(REST_FADE ** (self._pause / GAP))
         gains = [now.rows * x for x in self.history.forecast(self.states_survival)]
         best = fastest(gains, now.step, least=2)
         plain, drafting = now.rows / now.step[1], sum(gains[:best]) / now.step[best]
@@ -279,7 +286,11 @@ class Adaptive:
             unverified = now.step[best] - now.draft[best] - now.others[1] + settle
         least = -min(DEBT * price, share) if pays else price - unverified
         if not self.always and self.account < least:
-            self.wait = GAP - 1
+            enough = (least - self.account) / now.allowed if now.allowed else math.inf
+            # counts fade while drafting rests, so that it may be predicted to pay before there are enough
+            longer = LONGEST if pays else min(2 * self._pause if self.rested else GAP, LONGEST // 2)
+            self._pause = max(GAP, math.ceil(min(enough, longer)))
+            self.wait = self._pause - 1
             return 1
         if not self.states_survival:
             return best
@@ -308,6 +319,10 @@ class Adaptive:
         # without stated survival only verified tokens teach the controller: at least one draft token
         positions = best_at(self._rate, gains, seconds, least=1 if readable else min(2, len(gains)))
         self.predicted, self.verified = (sum(gains[:positions]), seconds[positions]), positions
+        if positions == 1 and not self.always:  # it found nothing: twice as long until the next
+            self._pause = min(GAP, 2 * self._fruitless or 1)
+            self.wait = self._pause - 1
+        self._fruitless = self._pause if positions == 1 else 0
         return cut(proposal, positions)
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
@@ -318,9 +333,10 @@ class Adaptive:
             self.account += self._resting * now.allowed
             self._resting = 1
             return
-        self.account += now.gained(sum(map(len, path)), seconds)
-        for row, verified, positions in zip(self._rows, proposal.counts, path, strict=True):
-            self.history.add(row, self._width, verified, positions)
+        (tokens, extra), ahead, self._ahead = now.resting(self._ahead), self._ahead, 0
+        self.account += now.gained(sum(map(len, path)) - round(tokens), seconds - extra) + ahead * now.allowed
+        for row, n, positions in zip(self._rows, proposal.counts, path, strict=True):
+            self.history.add(row, self._width, min(n, self.verified), positions)
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"
@@ -369,6 +385,10 @@ class StepCosts:
         share = PROBE_SHARE * self.step[1]
         return share - min(self.show, SHOW_SHARE * share)
 
+    def resting(self, n: int) -> tuple[float, float]:
+        """Tokens of all rows and seconds of n autoregressive steps."""
+        return float(n * self.rows), n * (self.step[1] + self.show)
+
     def gained(self, tokens: int, seconds: float) -> float:
         """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`."""
         return PROBE_SHARE * seconds + self.step[1] * tokens / self.rows - seconds
@@ -380,6 +400,7 @@ class StepCosts:
         others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
         step = [d + o for d, o in zip(draft, others, strict=True)]
         step[1] = costs.round_seconds(1, context, rows)
+        others[1] = costs.lone_seconds(context, rows) + rest
         show, wake, settle = (f(rows) for f in (costs.show_seconds, costs.wake_seconds, costs.settle_seconds))
         return StepCosts(rows, draft, others, step, show, wake, settle)
 

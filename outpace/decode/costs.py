@@ -48,6 +48,7 @@ class Point:
     rest: float
     plain: float
     idle: float | None = None
+    lone: float | None = None
     show: float = 0.0
     wake: float = 0.0
     settle: float = 0.0
@@ -96,7 +97,7 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            single = p.rest, p.idle or 0.0, p.plain, p.show, p.wake, p.settle, p.context
+            single = p.rest, p.idle or 0.0, p.lone or 0.0, p.plain, p.show, p.wake, p.settle, p.context
             numbers = (*p.verify, *p.draft, *single)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
@@ -122,6 +123,10 @@ class Costs:
         """Everything of a step of n positions besides draft and verify."""
         point = self._nearest(batch)
         return point.rest if n > 1 or point.idle is None else point.idle
+
+    def lone_seconds(self, context: float, batch: int = 1) -> float:
+        """A forward of one position that follows a proposal of which nothing is verified."""
+        return max(self._nearest(batch).lone or 0.0, self.verify_seconds(1, context, batch))
 
     def show_seconds(self, batch: int = 1) -> float:
         """The observation, later, of an autoregressive step's tokens."""
@@ -270,7 +275,7 @@ def identity(thing: Any) -> str:
     return repr(thing)
 
 
-FORMAT = 6
+FORMAT = 7
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:

@@ -112,7 +112,8 @@ def steps(
     if on_device is not None:
         yield from on_device.run(cache, last, rule, rows, trace, controller)
         return
-    ahead = RunAhead(target, request.takes_argmax and partial is None and on_logits is None)
+    argmax = request.takes_argmax and partial is None and on_logits is None
+    ahead = RunAhead(target, argmax, alone=len(prompts) == 1)
     loop = Loop(target, cache, request, rule, deferred, controller, ahead, rows, trace, aux, on_logits, last)
     yield from loop.run()
 

@@ -30,6 +30,7 @@ def _scaled(costs: Costs, p: Point, batch: int, one_draft: bool) -> Point:
         draft=tuple(more * seconds for more, seconds in zip(grown, p.draft, strict=True)),
         rest=times * p.rest,
         idle=None if p.idle is None else times * p.idle,
+        lone=None if p.lone is None else p.lone * verify[0] / p.verify[0],
         plain=p.plain * verify[0] / p.verify[0],
         show=grown[0] * p.show,
         wake=grown[0] * p.wake,

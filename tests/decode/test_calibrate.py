@@ -25,9 +25,10 @@ from outpace.decode.calibrate import (
     width_grid,
 )
 from outpace.decode.controller import Adaptive
-from outpace.decode.costs import fingerprint
+from outpace.decode.costs import Costs, Point, fingerprint
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Proposal
 from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.lookup import NGram
@@ -253,6 +254,42 @@ def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
     assert result.plain == pytest.approx(mean * 1.5) and result.spread == pytest.approx(0)
     assert result.wake == pytest.approx(mean * (7.0 - 1.0) - RESTING * 0.25)
     assert result.settle == pytest.approx(mean * 0.7)
+
+
+def test_timed_steps_are_scaled_to_those_of_a_text():
+    """Drafting ones take a quarter more there, plain ones a tenth less, and a lone one twice as much."""
+    point = Point(
+        batch=1, context=64, verify=(1.0, 1.5, 1.75), draft=(0.0, 0.5, 0.5), rest=0.3, plain=0.8, show=0.1
+    )
+    costs = Costs(fingerprint="", widths=(1, 2, 3), points=(point,), acceptance=0.5, described={})
+    turns = []
+    for slow in (1.0, 1.0, 9.0):  # the last text met something else
+        drafting, resting = Trace(), Trace()
+        drafting.nodes = [[3], [3], [2], [1]]
+        drafting.accepted, drafting.proposed = [[0]] * 4, [[2], [2], [1], [0]]
+        drafting.seconds["rest"] = 4 * 0.4  # longer than was known
+        drafting.predicted = [
+            Prediction(1, 2.55, 1, 99.0),  # the first one warms up
+            Prediction(1, 2.55, 1, slow * (1.25 * 2.25 + 0.4)),
+            Prediction(1, 2.3, 1, slow * (1.25 * 2.0 + 0.4)),
+            Prediction(1, 1.8, 1, slow * (2.0 + 0.5 + 0.4)),
+        ]
+        resting.step_seconds = [50.0, *[slow * (0.9 + 0.05)] * 5]
+        resting.accepted, resting.proposed = [[0]] * 6, [[0]] * 6
+        resting.seconds["draft"] = 6 * 0.05
+        turns.append((drafting, resting))
+    far = dataclasses.replace(point, context=640, verify=(2.0, 3.0, 3.5), plain=1.6)
+    costs = dataclasses.replace(costs, points=(point, far))
+    longer = measuring._as_decoded(far, costs, turns)
+    assert longer.verify == pytest.approx((1.8, 3.75, 4.375)) and longer.plain == pytest.approx(1.44)
+    got = measuring._as_decoded(point, costs, turns)
+    assert (got.rest, got.idle, got.plain) == pytest.approx((0.4, 0.05, 0.9 * 0.8))
+    assert got.verify == pytest.approx((0.9, 1.25 * 1.5, 1.25 * 1.75))
+    assert got.draft == pytest.approx((0.0, 1.25 * 0.5, 1.25 * 0.5)) and got.lone == pytest.approx(2.0)
+    assert got.show == 0.1
+    scaled = dataclasses.replace(costs, points=(got, longer))
+    assert scaled.lone_seconds(64) == pytest.approx(2.0) and costs.lone_seconds(64) == 1.0
+    assert costs.lone_seconds(640) == 2.0
 
 
 def test_a_measurement_beside_other_processes_is_busy():

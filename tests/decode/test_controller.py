@@ -1,5 +1,6 @@
 """The controller on a simulated clock: the best width, rests that cost little, drafting that returns."""
 
+import dataclasses
 import itertools
 import random
 
@@ -251,8 +252,8 @@ def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(
     _, probes = decode(controller, costs, [steady(0.0)], 2048, speaks=speaks)
     assert 5 <= probes < decode(Adaptive(embedded(0.5)), costs, [steady(0.0)], 2048, speaks=speaks)[1]
     text = switching(steady(0.85), steady(0.05), 512)
-    got = [speed(Adaptive(costs), costs, [text], 4096, speaks=speaks, seed=s) for s in range(4)]
-    assert sum(got) / 4 > (1.2 if speaks else gain)
+    got = [speed(Adaptive(costs), costs, [text], 4096, speaks=speaks, seed=s) for s in range(24)]
+    assert sum(got) / 24 > (1.2 if speaks else gain)
 
 
 def test_waking_is_charged_after_a_rest_and_not_to_the_next_text():
@@ -433,3 +434,90 @@ def test_what_a_look_costs_is_charged_though_nothing_is_verified():
     assert one.counts == [1] and controller.rest(8) == 1 and controller.predicted == predicted
     controller.learn(one, [[0]])
     assert controller.account < before
+
+
+def looks(controller, rounds, most):
+    """So many decisions that find nothing -> steps of each look, in calls of at most `most`."""
+    lengths = []
+    for _ in range(rounds):
+        assert controller.width([256]) > 1
+        steps = controller.rest(most) if controller.cut(chain([[0.0] * 7])).counts == [1] else 0
+        controller.learn(chain(width=max(steps, 1)), [list(range(steps))])
+        while controller.wait:
+            assert controller.width([256]) == 1
+            n = controller.rest(most)
+            controller.learn(chain(width=n), [list(range(n))])
+            steps += n
+        lengths.append(steps)
+    return lengths
+
+
+@pytest.mark.parametrize("most", [1, 3, 32])
+def test_a_look_that_finds_nothing_doubles_the_steps_to_the_next(most):
+    def new():
+        controller = Adaptive(embedded(0.95))
+        controller.begin(8)
+        controller.width([256])
+        controller.account = 1.0  # seconds: nothing is too expensive
+        return controller
+
+    controller, whole = new(), new()
+    assert looks(controller, 6, most) == [1, 2, 4, 8, 8, 8] == looks(whole, 6, 8)
+    assert controller.account == pytest.approx(whole.account)
+    controller.width([256])
+    some = controller.cut(chain([[0.95] * 7]))
+    assert some.counts[0] > 1
+    controller.learn(some, [[0]])
+    assert looks(controller, 2, most) == [1, 2], "a verified proposal begins anew"
+
+
+def test_what_is_not_verified_is_not_learnt_from():
+    """The steps of a look are the target's own, not draft tokens that it accepted."""
+    controller = Adaptive(embedded(0.95))
+    controller.begin(8)
+    controller.width([256])
+    controller.account = 1.0
+    looks(controller, 4, 8)
+    assert controller.history.mean_tried == 0 and sum(controller.history.observed) == 0
+
+
+def test_a_long_rest_has_few_decisions():
+    """Where drafting is not predicted to pay, a rest is twice as long as the one before; where it is, and
+    too much was lost, as long as the account needs."""
+    controller = Adaptive(embedded(0.0))
+    controller.begin(8)
+    rests = []
+    for _ in range(60):
+        if controller.width([256]) == 1:
+            before, n = controller.account, controller.rest(64)
+            assert controller.wait == 0
+            controller.learn(chain(width=n), [list(range(n))])
+            assert controller.account == pytest.approx(before + n * controller._costs.allowed)
+            rests.append(n)
+        else:
+            controller.learn(controller.cut(chain([[0.0] * 7])), [[0]])
+    rests = [n for n in rests if n > 1]  # after a look
+    assert rests[:2] == [8, 16] and max(rests) == 16 and rests.count(16) > len(rests) / 2
+    controller = Adaptive(embedded(0.99))
+    controller.begin(8)
+    controller.width([256])
+    controller.account = -1.0
+    assert controller.width([256]) == 1 and controller.wait + 1 == 32
+    controller.learn(chain(width=controller.rest(64)), [list(range(32))])
+    controller.account = (
+        -5 * (controller._costs.step[8] - controller._costs.step[1]) - 12.5 * controller._costs.allowed
+    )
+    assert controller.width([256]) == 1 and controller.wait + 1 == 13
+
+
+def test_a_look_costs_what_a_lone_step_takes():
+    costs = embedded()
+    dear = dataclasses.replace(costs, points=(dataclasses.replace(costs.points[0], lone=1.55e-3),))
+    seconds = []
+    for one in (costs, dear):
+        controller = Adaptive(one)
+        controller.begin(8)
+        controller.width([256])
+        controller.cut(chain([[0.0] * 7]))
+        seconds.append(controller.predicted[1])
+    assert seconds[1] - seconds[0] == pytest.approx(0.1e-3)

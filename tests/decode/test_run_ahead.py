@@ -216,7 +216,7 @@ def test_one_slow_step_is_forgotten(monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 0.02)
     monkeypatch.setattr(Decoder, "run_ahead", slow)
     generate(model, PROMPTS[:1], Request(max_new_tokens=30))
-    assert calls[:2] == [1, 1] and max(calls) == 8
+    assert calls[:2] == [1, 1] and max(calls) > running.MOST
 
 
 def test_a_look_that_nothing_is_verified_of_is_one_of_them(monkeypatch):

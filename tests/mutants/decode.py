@@ -336,8 +336,8 @@ MUTANTS = [
     (
         "the overhead of one row for every batch",
         "outpace/decode/calibrate.py",
-        "rows = _rows(text, batch, min(contexts))",
-        "rows = _rows(text, 1, min(contexts))",
+        "rows[i::TURNS], request",
+        "rows[i : i + 1], request",
         "tests/decode/test_calibrate.py",
     ),
     (
@@ -406,7 +406,7 @@ MUTANTS = [
     (
         "a rest of several steps is taken for one",
         "outpace/decode/controller.py",
-        "        self.wait -= self._resting - 1\n",
+        "        self.wait -= n - 1\n",
         "",
         "tests/decode/test_run_ahead.py",
     ),
@@ -415,7 +415,7 @@ MUTANTS = [
         "outpace/decode/controller.py",
         "self.account += self._resting * now.allowed",
         "self.account += now.allowed",
-        "tests/decode/test_run_ahead.py",
+        "tests/decode/test_controller.py",
     ),
     (
         "a call of several steps is longer than what is left of a row",
@@ -434,9 +434,44 @@ MUTANTS = [
     (
         "a look at a proposal is followed by as long a rest as none",
         "outpace/decode/controller.py",
-        "if self._width > 1:  # a look",
-        "if False:  # a look",
+        "        if not looked:\n",
+        "        if True:\n",
         "tests/decode/test_controller.py",
+    ),
+    (
+        "looks that find nothing follow each other at once",
+        "outpace/decode/controller.py",
+        "self._pause = min(GAP, 2 * self._fruitless or 1)",
+        "self._pause = 1",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "the steps of a look are draft tokens that it accepted",
+        "outpace/decode/controller.py",
+        "min(n, self.verified), positions)",
+        "n, positions)",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "the steps that follow a look are charged as its own",
+        "outpace/decode/controller.py",
+        "seconds - extra) + ahead * now.allowed",
+        "seconds)",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "a look costs what one of many steps takes",
+        "outpace/decode/controller.py",
+        "        others[1] = costs.lone_seconds(context, rows) + rest\n",
+        "",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "a cost table is not scaled to a text that was decoded",
+        "outpace/decode/calibrate.py",
+        "wide = median(ratios) if ratios else 1.0",
+        "wide = 1.0",
+        "tests/decode/test_calibrate.py",
     ),
     (
         "many rows draft at what one row costs",
