@@ -154,6 +154,7 @@ def _as_decoded(point: Point, costs: Costs, turns: list[tuple[Trace, Trace]]) ->
                 lone.append(drafting - costs.draft_seconds(2, 0, batch))
     single = usual / costs.verify_seconds(1, 0, batch) if usual > 0 else 1.0
     wide = median(ratios) if ratios else 1.0
+    wide = wide if wide > 0 else 1.0  # steps of microseconds, of which the rest is most
     return replace(
         point,
         verify=tuple(rising([single * point.verify[0], *(wide * s for s in point.verify[1:])])),
@@ -161,7 +162,7 @@ def _as_decoded(point: Point, costs: Costs, turns: list[tuple[Trace, Trace]]) ->
         plain=single * point.plain,
         rest=rest,
         idle=idle,
-        lone=median(lone) if lone else None,
+        lone=max(0.0, median(lone)) if lone else None,
     )
 
 
