@@ -14,7 +14,7 @@ from outpace.models.decoder import Decoder, Target
 
 MOST = 8  # steps of a call: rows that have ended wait for its end, and so does who comes to a server
 ALONE = 32  # of one row, which ends the call
-SECONDS = 5e-3  # that a call may take: a text is streamed in pieces of so long
+SECONDS = 8e-3  # that a call may take: a text is streamed in pieces of so long
 
 
 class Verified(NamedTuple):
@@ -60,7 +60,5 @@ class RunAhead:
             return None
         B, n = many.tokens.shape
         self.seconds = (time.perf_counter() - began) / n
-        tokens = last.new_empty(B, n)
-        tokens[:, 0], tokens[:, 1:] = last, many.tokens[:, :-1]
         result = VerifyResult([list(range(n))] * B, many.tokens.tolist())
-        return Verified(Proposal(tokens, [n] * B), many.aux, result, finite=many.finite)
+        return Verified(Proposal(many.given, [n] * B), many.aux, result, finite=many.finite)

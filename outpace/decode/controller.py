@@ -287,9 +287,10 @@ class Adaptive:
         least = -min(DEBT * price, share) if pays else price - unverified
         if not self.always and self.account < least:
             enough = (least - self.account) / now.allowed if now.allowed else math.inf
-            # counts fade while drafting rests, so that it may be predicted to pay before there are enough
-            longer = LONGEST if pays else min(2 * self._pause if self.rested else GAP, LONGEST // 2)
-            self._pause = max(GAP, math.ceil(min(enough, longer)))
+            if not pays:  # counts fade while drafting rests, until it is predicted to pay
+                longer = max(2 * GAP, self.rested // 4)
+                enough = min(enough, 2 * self._pause, longer) if self.rested else GAP
+            self._pause = max(GAP, math.ceil(min(enough, LONGEST)))
             self.wait = self._pause - 1
             return 1
         if not self.states_survival:

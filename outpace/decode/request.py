@@ -85,6 +85,10 @@ class BatchRows:
 
     def emit_steps(self, row: int, tokens: list[int]) -> int:
         """`emit` the token of each of several steps, until the row is done -> of how many."""
+        if self.on_tokens is None:
+            before = len(self.emitted[row])
+            self.emit(row, tokens)
+            return len(self.emitted[row]) - before
         for step, token in enumerate(tokens):
             if self.done[row]:
                 return step

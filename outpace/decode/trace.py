@@ -89,11 +89,15 @@ class Trace:
 
     def add_plain(self, batch: int, rows: list[int], tokens: list[int]) -> None:
         """Steps without draft tokens, as many of each row as it has `tokens` of them."""
-        for step in range(max(tokens)):
-            going = [b for b, n in zip(rows, tokens, strict=True) if step < n]
-            self.add(batch, going, [0] * len(going), [0] * len(going))
-        alike = sum(self.step_seconds[-max(tokens) :]) / max(tokens)
-        self.step_seconds[-max(tokens) :] = [alike] * max(tokens)
+        now, begin = time.perf_counter(), 0
+        self.step_seconds += [(now - self.step_began) / max(tokens)] * max(tokens)
+        self.step_began = now
+        for end in sorted({*tokens} - {0}):
+            going = {b for b, n in zip(rows, tokens, strict=True) if n >= end}
+            self.proposed += [[0] * batch] * (end - begin)
+            self.accepted += [[0 if b in going else -1 for b in range(batch)]] * (end - begin)
+            self.nodes += [[int(b in going) for b in range(batch)]] * (end - begin)
+            begin = end
 
     def _pairs(self, steps: list[list[int]]) -> list[tuple[int, int]]:
         """(value, accepted draft tokens) of every step and running row."""

@@ -270,15 +270,19 @@ class KVCache:
         if tree is not None:
             assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these positions"
             assert not both_ways, "nodes of a tree see their ancestors"
-        for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
-            if n + held + c > self.length:
-                raise ValueError(
-                    f"sequence {b} holds {n} tokens and {held + c} more do not fit a cache made for "
-                    f"{self.length}: make it with a larger length"
-                )
+        self.check_room([held + c for c in counts] if held else counts)
         return StepMetadata(
             tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree, cache_rows=self.rows
         )
+
+    def check_room(self, counts: list[int]) -> None:
+        """Raises ValueError where counts[b] more tokens of row b do not fit."""
+        for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
+            if n + c > self.length:
+                raise ValueError(
+                    f"sequence {b} holds {n} tokens and {c} more do not fit a cache made for "
+                    f"{self.length}: make it with a larger length"
+                )
 
     def of(self, rows: Sequence[int], lengths: Sequence[int]) -> "KVCache":
         """The sequences in these rows of the memories, which hold `lengths` tokens, as a cache of their own:
@@ -308,8 +312,13 @@ class KVCache:
     def advance(self, step: StepMetadata) -> None:
         """Close a forward: the appended tokens are now cached."""
         assert not step.held, "a tree that grew over several forwards is forgotten, not remembered"
-        self.last_start = list(step.start)
-        self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
+        self.lengths = list(step.start)
+        self.extend(step.counts)
+
+    def extend(self, counts: Sequence[int]) -> None:
+        """counts[b] more tokens of row b are cached."""
+        self.last_start = list(self.lengths)
+        self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
         for size, kept in self.kept_from.items():
             self.kept_from[size] = [max(k, n - size) for k, n in zip(kept, self.lengths, strict=True)]
 

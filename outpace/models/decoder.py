@@ -24,6 +24,7 @@ from outpace.models.native_step import (
     row_groups,
     spread,
     step_sizes,
+    stop_ids,
 )
 from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
@@ -250,14 +251,14 @@ class Decoder(nn.Module):
         before it chose; fewer where every row has met a token of `stop`. The cache gets `last` and the new
         tokens but the newest, with the bits of single steps. None where a step is no native call. Raises
         ValueError where they would outgrow the cache."""
-        cache.begin(most)
+        cache.check_room([most] * cache.batch)
         step = cache.begin(1)
         native = native_step(self, cache, step, aux, True) if self.native else None
         if native is None or row_groups(self, cache, step):
             return None
-        done = native.run_ahead(last, step, cache, most, torch.tensor(list(stop), dtype=torch.int64))
+        done = native.run_ahead(last, step, cache, most, stop_ids(frozenset(stop)))
         if done is not None:
-            cache.advance(cache.begin(done.tokens.shape[1]))
+            cache.extend([done.tokens.shape[1]] * cache.batch)
         return done
 
     def _in_groups(

@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
@@ -361,23 +362,32 @@ class NativeStep:
         B = len(step.start)
         with self.steps.lock:
             self._begin(last, step, cache)
-            out = torch.empty(most, B, dtype=torch.int64)
+            out = torch.empty(most + 1, B, dtype=torch.int64)
+            out[0] = last
             all_aux = None if self.aux is None else torch.empty(most, *self.aux.shape)
-            outputs = self.best.view(B), self.odd, self.aux, out, all_aux
+            outputs = self.best.view(B), self.odd, self.aux, out[1:], all_aux
             ahead = Ahead(self.tokens, self.pieces[0].start_tensor, *outputs)
             n = self.program.run_ahead(most, stops, ahead)
             if self.outside.value:
                 raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
             aux = None if all_aux is None else all_aux[:n, :, :, 0].permute(1, 2, 0, 3)
-            return GreedySteps(out[:n].T, aux, not self.odd.value)
+            return GreedySteps(out[:n].T, out[1 : n + 1].T, aux, not self.odd.value)
 
 
 class GreedySteps(NamedTuple):
-    """tokens [B, n]; aux [layers, B, n, C], as of an `Output`; whether all logits were finite."""
+    """given [B, n], the inputs; tokens [B, n], what was chosen; aux [layers, B, n, C], as of an `Output`;
+    whether all logits were finite."""
 
+    given: Tensor
     tokens: Tensor
     aux: Tensor | None
     finite: bool
+
+
+@lru_cache(64)
+def stop_ids(stop: frozenset[int]) -> Tensor:
+    """Those of a request, for all its calls."""
+    return torch.tensor(sorted(stop), dtype=torch.int64)
 
 
 def copied(x: Tensor) -> Tensor:
