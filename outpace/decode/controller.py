@@ -231,8 +231,8 @@ class Adaptive:
         if len(self.history.tried) != block:
             self.history = AcceptanceHistory(block, self.costs.acceptance)
         self.history.fade(0.5)
-        self.rested = self.wait = self._fruitless = 0
-        self.verified = 1
+        self.rested = self.wait = self._fruitless = self._ahead = 0
+        self.verified = self._resting = 1
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int]) -> int:
@@ -287,10 +287,7 @@ class Adaptive:
         least = -min(DEBT * price, share) if pays else price - unverified
         if not self.always and self.account < least:
             enough = (least - self.account) / now.allowed if now.allowed else math.inf
-            if not pays:  # counts fade while drafting rests, until it is predicted to pay
-                longer = max(2 * GAP, self.rested // 4)
-                enough = min(enough, 2 * self._pause, longer) if self.rested else GAP
-            self._pause = max(GAP, math.ceil(min(enough, LONGEST)))
+            self._pause = self._next_pause(enough, pays)
             self.wait = self._pause - 1
             return 1
         if not self.states_survival:
@@ -298,6 +295,13 @@ class Adaptive:
         # a longer proposal may turn out to be worth more than the average one, where it costs almost nothing
         affordable = now.draft[best] + 0.02 * now.step[best]
         return max(w for w in range(best, len(now.draft)) if now.draft[w] <= affordable)
+
+    def _next_pause(self, enough: float, pays: bool) -> int:
+        """Steps of a rest, after `enough` of which the account can pay for a probe. Where drafting is not
+        predicted to pay, counts fade until it is: such rests grow with what has rested already."""
+        if not pays:
+            enough = min(enough, 2 * self._pause, max(2 * GAP, self.rested // 4)) if self.rested else GAP
+        return max(GAP, math.ceil(min(enough, LONGEST)))
 
     def cut(self, proposal: Proposal) -> Proposal:
         # the survival of sampled tokens may depend on which they are; the number verified may not
