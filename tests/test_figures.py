@@ -171,7 +171,7 @@ def test_what_the_results_say_of_verify_passes_and_of_llama_cpp_without_avx512()
 
 
 def test_what_looks_at_drafts_cost_where_none_pays():
-    texts = [report(f"llama-cpp{name}")["text"] for name in ("", "/busy", "/avx2", "/theirs-avx2")]
+    texts = [report(f"llama-cpp{name}")["text"] for name in ("", "/busy", "/avx2", "/theirs-avx2", "/amx")]
     lost = [1 - t["default"]["tokens_per_s"] / t["autoregressive"]["tokens_per_s"] for t in texts]
     low, high = (round(100 * share) for share in (min(lost), max(lost)))
     assert f"its looks at drafts cost {low} to {high} % of 128 tokens" in page("results.md")
