@@ -12,8 +12,8 @@ from outpace.drafts.deferred import States, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
 
-MOST = 8  # steps of a call: rows that have ended wait for its end, and so does who comes to a server
-ALONE = 32  # of one row, which ends the call
+MOST = 8  # steps of a call: rows that have ended wait for its end, and so do requests that arrive
+ALONE = 32  # of a single row, which ends the call when it ends
 SECONDS = 8e-3  # that a call may take: a text is streamed in pieces of so long
 
 

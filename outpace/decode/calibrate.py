@@ -112,30 +112,22 @@ def calibrate(
         )
     step = sum(alone.step_seconds) / len(alone.step_seconds)
     whole = replace(request, max_new_tokens=round(min(TURN, max(8, share / step / 2 / TURNS))))
-    turns = {batch: _turns(target, draft, text, batch, min(contexts), whole, costs) for batch in set(batches)}
+    turns = dict[int, list[tuple[Trace, Trace]]]()
+    for batch in sorted(set(batches)):
+        places = _rows(text, batch * TURNS, min(contexts))
+        turns[batch] = [_turn(target, draft, places[i::TURNS], whole, costs) for i in range(TURNS)]
     return replace(costs, points=tuple(_as_decoded(p, costs, turns[p.batch]) for p in points))
 
 
-def _turns(
-    target: Target,
-    draft: Draft,
-    text: Sequence[int],
-    batch: int,
-    context: int,
-    request: Request,
-    costs: Costs,
-) -> list[tuple[Trace, Trace]]:
-    """At several places of the text, decoding with draft tokens in every step, and without."""
-    rows, turns = _rows(text, batch * TURNS, context), list[tuple[Trace, Trace]]()
-    for i in range(TURNS):
-        drafting, resting = (
-            generate(
-                target, rows[i::TURNS], request, draft, controller=c, rng=generator(SEED, target.device)
-            ).trace
-            for c in (_drafting(costs), Fixed(1))
-        )
-        turns.append((drafting, resting))
-    return turns
+def _turn(
+    target: Target, draft: Draft, prompts: list[list[int]], request: Request, costs: Costs
+) -> tuple[Trace, Trace]:
+    """Decoding with draft tokens in every step, and without: a controller's own time belongs to a step."""
+    drafting, resting = (
+        generate(target, prompts, request, draft, controller=c, rng=generator(SEED, target.device)).trace
+        for c in (_drafting(costs), Fixed(1))
+    )
+    return drafting, resting
 
 
 def _as_decoded(point: Point, costs: Costs, turns: list[tuple[Trace, Trace]]) -> Point:
@@ -146,6 +138,7 @@ def _as_decoded(point: Point, costs: Costs, turns: list[tuple[Trace, Trace]]) ->
     usual = median([t for _, trace in turns for t in trace.step_seconds[1:]]) - idle
     ratios, lone = list[float](), list[float]()
     for trace, _ in turns:
+        # the first step warms up; of rounds that a device makes by itself nothing is predicted
         for nodes, step in zip(trace.nodes[1:], trace.predicted[1:], strict=False):
             drafting = step.seconds_taken - rest
             if max(nodes) > 1:

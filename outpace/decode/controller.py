@@ -33,7 +33,7 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
-GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests
+GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
 
 
@@ -216,8 +216,7 @@ class Adaptive:
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
         self._pause = GAP  # steps of the last rest
-        # autoregressive steps that are one to learn of, and those of a look at a proposal beyond its own
-        self._resting, self._ahead = 1, 0
+        self._plain = 0  # steps to learn of next that were made without looking at a proposal
         self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
@@ -231,15 +230,15 @@ class Adaptive:
         if len(self.history.tried) != block:
             self.history = AcceptanceHistory(block, self.costs.acceptance)
         self.history.fade(0.5)
-        self.rested = self.wait = self._fruitless = self._ahead = 0
-        self.verified = self._resting = 1
+        self.rested = self.wait = self._fruitless = 0
+        self.verified = 1
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int]) -> int:
         if self.wait and len(lengths) == self._costs.rows:  # as in the step before: a rest is to cost nothing
             self.wait -= 1
             self.rested += 1
-            self._width, self.predicted = 1, self._costs.resting(1)
+            self._width, self._plain, self.predicted = 1, 1, self._costs.resting(1)
             return 1
         self.wait = 0
         now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
@@ -247,23 +246,21 @@ class Adaptive:
         self._width, self._draft_seconds = width, now.draft[width] + (now.wake if self.rested else 0.0)
         if width == 1:
             self.rested += 1
-            self.verified = 1
+            self.verified = self._plain = 1
             self.predicted = now.resting(1)
             return 1
-        self.rested = 0
+        self.rested = self._plain = 0
         self.history.begin_step()
         return width
 
     def rest(self, most: int) -> int:
-        looked, left = self._width > 1, self.wait + 1
+        assert self.predicted is not None, "width comes first"
+        left = self.wait + 1
         n = math.ceil(left / math.ceil(left / most))  # calls of about as many steps each
         self.wait -= n - 1
         self.rested += n - 1
-        if not looked:
-            self._resting, self.predicted = n, self._costs.resting(n)
-            return n
-        assert self.predicted is not None
-        (tokens, seconds), self._ahead = self._costs.resting(n - 1), n - 1
+        self._plain += n - 1
+        tokens, seconds = self._costs.resting(n - 1)
         self.predicted = self.predicted[0] + tokens, self.predicted[1] + seconds
         return n
 
@@ -324,22 +321,20 @@ class Adaptive:
         # without stated survival only verified tokens teach the controller: at least one draft token
         positions = best_at(self._rate, gains, seconds, least=1 if readable else min(2, len(gains)))
         self.predicted, self.verified = (sum(gains[:positions]), seconds[positions]), positions
-        if positions == 1 and not self.always:  # it found nothing: twice as long until the next
-            self._pause = min(GAP, 2 * self._fruitless or 1)
-            self.wait = self._pause - 1
-        self._fruitless = self._pause if positions == 1 else 0
+        self._fruitless = min(GAP, 2 * self._fruitless or 1) if positions == 1 and not self.always else 0
+        if self._fruitless:  # it found nothing: twice as long until the next
+            self._pause, self.wait = self._fruitless, self._fruitless - 1
         return cut(proposal, positions)
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         assert self.predicted is not None and self.account is not None, "width comes first"
         now, expected = self._costs, self.predicted[1]
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
+        self.account += self._plain * now.allowed
         if self._width == 1:
-            self.account += self._resting * now.allowed
-            self._resting = 1
             return
-        (tokens, extra), ahead, self._ahead = now.resting(self._ahead), self._ahead, 0
-        self.account += now.gained(sum(map(len, path)) - round(tokens), seconds - extra) + ahead * now.allowed
+        tokens, besides = now.resting(self._plain)
+        self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides)
         for row, n, positions in zip(self._rows, proposal.counts, path, strict=True):
             self.history.add(row, self._width, min(n, self.verified), positions)
 
@@ -390,9 +385,9 @@ class StepCosts:
         share = PROBE_SHARE * self.step[1]
         return share - min(self.show, SHOW_SHARE * share)
 
-    def resting(self, n: int) -> tuple[float, float]:
+    def resting(self, n: int) -> tuple[int, float]:
         """Tokens of all rows and seconds of n autoregressive steps."""
-        return float(n * self.rows), n * (self.step[1] + self.show)
+        return n * self.rows, n * (self.step[1] + self.show)
 
     def gained(self, tokens: int, seconds: float) -> float:
         """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`."""

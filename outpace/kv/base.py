@@ -270,7 +270,7 @@ class KVCache:
         if tree is not None:
             assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these positions"
             assert not both_ways, "nodes of a tree see their ancestors"
-        self.check_room([held + c for c in counts] if held else counts)
+        self.check_room([held + c for c in counts])
         return StepMetadata(
             tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree, cache_rows=self.rows
         )

@@ -336,8 +336,8 @@ MUTANTS = [
     (
         "the overhead of one row for every batch",
         "outpace/decode/calibrate.py",
-        "rows[i::TURNS], request",
-        "rows[i : i + 1], request",
+        "places[i::TURNS], whole",
+        "places[i : i + 1], whole",
         "tests/decode/test_calibrate.py",
     ),
     (
@@ -413,7 +413,7 @@ MUTANTS = [
     (
         "what a rest may lose later is that of one step",
         "outpace/decode/controller.py",
-        "self.account += self._resting * now.allowed",
+        "self.account += self._plain * now.allowed",
         "self.account += now.allowed",
         "tests/decode/test_controller.py",
     ),
@@ -432,17 +432,17 @@ MUTANTS = [
         "tests/decode/test_run_ahead.py",
     ),
     (
-        "a look at a proposal is followed by as long a rest as none",
+        "the first look that finds nothing is followed by a whole rest",
         "outpace/decode/controller.py",
-        "        if not looked:\n",
-        "        if True:\n",
+        "min(GAP, 2 * self._fruitless or 1)",
+        "GAP",
         "tests/decode/test_controller.py",
     ),
     (
         "looks that find nothing follow each other at once",
         "outpace/decode/controller.py",
-        "self._pause = min(GAP, 2 * self._fruitless or 1)",
-        "self._pause = 1",
+        "2 * self._fruitless or 1",
+        "1",
         "tests/decode/test_controller.py",
     ),
     (
@@ -455,8 +455,8 @@ MUTANTS = [
     (
         "the steps that follow a look are charged as its own",
         "outpace/decode/controller.py",
-        "seconds - extra) + ahead * now.allowed",
-        "seconds)",
+        "- tokens, seconds - besides)",
+        ", seconds)",
         "tests/decode/test_controller.py",
     ),
     (
