@@ -128,6 +128,17 @@ def test_the_loop_says_the_same_in_fewer_calls(family, monkeypatch):
     assert again == ended and theirs.accepted == trace.accepted
 
 
+def test_a_single_text_takes_more_steps_in_a_call_than_a_batch(monkeypatch):
+    model, calls, run_ahead = plain("gpt_oss"), [], Decoder.run_ahead
+    monkeypatch.setattr(running, "SECONDS", 1e3)
+    monkeypatch.setattr(Decoder, "run_ahead", lambda *given: calls.append(given[3]) or run_ahead(*given))
+    generate(model, PROMPTS[:1], Request(max_new_tokens=61))
+    assert calls == [1, running.ALONE, 60 - 1 - running.ALONE]
+    calls.clear()
+    generate(model, PROMPTS[:2], Request(max_new_tokens=20))
+    assert calls == [1, running.MOST, running.MOST, 2]
+
+
 class Resting(Fixed):
     """Every third step proposes."""
 
