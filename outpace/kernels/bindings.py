@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.build import available as available
+from outpace.kernels.build import bfloat16 as bfloat16
 from outpace.kernels.build import built as built
 from outpace.kernels.build import load
 from outpace.kernels.build import tiles as tiles
@@ -413,6 +414,41 @@ def gated_backward(dy: Tensor, gate_up: Tensor, limit: float | None, alpha: floa
     out = torch.empty_like(gate_up)
     _c.gated_backward(pack_gates(gate_up, dy, out, limit, alpha))
     return out
+
+
+def sequences(
+    inputs: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, ends: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [N,H,D], k and v [N,K,D] bfloat16, D a multiple of 64, of sequences end to end, `ends` [R+1] int64;
+    sinks [H] float32 -> out [N,H,D] bfloat16, and the logarithms of the denominators [N,H] float32."""
+    out, lse = torch.empty_like(inputs[0]), torch.empty(inputs[0].shape[:2])
+    _c.sequences(
+        _pack_sequences((*inputs, sinks, ends, None, out, lse, None, None, None, None), window, scale)
+    )
+    return out, lse
+
+
+def sequences_backward(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    ends: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """grad [N,H,D] of out -> those of q, k and v, and rowsum(grad * out) [N,H] float32."""
+    inner, (dq, dk, dv) = torch.empty_like(lse), map(torch.empty_like, inputs)
+    _c.sequences(_pack_sequences((*inputs, None, ends, grad, out, lse, inner, dq, dk, dv), window, scale))
+    return dq, dk, dv, inner
+
+
+def _pack_sequences(tensors: tuple[Tensor | None, ...], window: int, scale: float) -> Any:
+    q, k, _, _, ends, *_ = tensors
+    assert q is not None and k is not None and ends is not None and ends.dtype == torch.int64
+    assert q.dtype == torch.bfloat16 and all(x is None or x.is_contiguous() for x in tensors)
+    sizes = len(ends) - 1, q.shape[1], k.shape[1], q.shape[2], window
+    return _c.Sequences(*map(_address, tensors), *sizes, scale, _threads())
 
 
 def pack_gates(x: Tensor, dy: Tensor | None, out: Tensor, limit: float | None, alpha: float) -> Any:

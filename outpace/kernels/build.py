@@ -93,6 +93,12 @@ def tiles() -> bool:
     return library is not None and bool(ctypes.c_int.in_dll(library, "has_tiles"))
 
 
+def bfloat16() -> bool:
+    """Whether the kernels multiply numbers of bfloat16 as such."""
+    library = load()[0]
+    return library is not None and bool(ctypes.c_int.in_dll(library, "has_bfloat16"))
+
+
 def why_not() -> str | None:
     """Why the kernels are not available; None if they are."""
     return load()[1]

@@ -273,6 +273,7 @@ void unpack_mxfp4(const Packed *o) { each_row(o->count, spread_block, o, team(o-
 #include "cpu_latent.c"
 #include "cpu_cache.c"
 #include "cpu_blocks.c"
+#include "cpu_training.c"
 #include "cpu_noise.c"
 #include "cpu_drafts.c"
 #include "cpu_suffix.c"

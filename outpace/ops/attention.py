@@ -19,8 +19,6 @@ from outpace.kv.metadata import FEW, KVView
 if bindings.TRITON:
     from outpace.kernels.triton_attention import HEAD_DIMS, cached_attention
 
-FEW_KEYS = 512  # a row's, where the backward may hold the weights of ..
-TILE = 128  # .. so many queries
 MOST_FLASH = 256  # numbers of a head that CUDA's flash kernel takes
 
 
@@ -139,19 +137,28 @@ def causal_attend(
     """Whole sequences without a cache: q [B,T,H,D], k and v [B,K,T,D] -> [B,T,H*D]; with `packed`, those that
     lie end to end in one row.
 
-    Through a flash kernel, which never forms [T, T] scores: on a CPU with a band of two window-wide tiles per
-    query tile where there is a window, on a GPU for numbers of two bytes; else through the reference.
+    Without ever forming [T, T] scores: numbers of two bytes by a flash kernel on a GPU and by the C kernel in
+    training on a CPU; else on a CPU by torch's flash kernel, with a band of two window-wide tiles per query
+    tile where there is a window. Elsewhere through the reference.
     """
     B, T, H, D = q.shape
-    if q.device.type == "cuda" and q.element_size() == 2 and D % 8 == 0 and D <= MOST_FLASH:
+    on_cuda = q.device.type == "cuda" and q.element_size() == 2 and D % 8 == 0 and D <= MOST_FLASH
+    if on_cuda or _by_kernel(q):
         ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
         ends, longest = (ends, T) if packed is None else (packed.cu_seqlens, packed.longest)
-        rows = q.flatten(0, 1), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
-        flash: Tensor = DeviceFlash.apply(*rows, ends, longest, window, sinks, scale)  # type: ignore[no-untyped-call]
-        return flash.view(B, T, H * D)
-    if q.device.type != "cpu" or packed is not None:
+        rows = (x.flatten(0, 1) for x in (q, k.transpose(1, 2), v.transpose(1, 2)))
+        if on_cuda:
+            out = DeviceFlash.apply(*rows, ends, longest, window, sinks, scale)  # type: ignore[no-untyped-call]
+        else:
+            out = Sequences.apply(*rows, ends, window, sinks, scale)  # type: ignore[no-untyped-call]
+        return out.view(B, T, H * D)  # type: ignore[no-any-return]
+    if q.device.type != "cpu":
         seen = causal(T, window, q.device).expand(B, -1, -1) if packed is None else packed.allowed(window)
         return attend(q, k, v, seen, sinks, scale)
+    if packed is not None:
+        lengths = packed.cu_seqlens.diff().tolist()
+        each = zip(q.split(lengths, dim=1), k.split(lengths, dim=2), v.split(lengths, dim=2), strict=True)
+        return torch.cat([causal_attend(*some, window, sinks, scale) for some in each], dim=1)
     group = H // k.shape[1]
     q = q.transpose(1, 2)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -161,6 +168,12 @@ def causal_attend(
     else:
         out = _banded(q, k, v, window, sinks, scale)
     return out.transpose(1, 2).reshape(B, T, H * D)
+
+
+def _by_kernel(q: Tensor) -> bool:
+    """Whether the C kernel takes whole sequences: bfloat16 that records a gradient."""
+    trained = q.dtype == torch.bfloat16 and torch.is_grad_enabled() and q.shape[-1] % 64 == 0
+    return trained and use_kernel(q, backward=True) and bindings.bfloat16()
 
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
@@ -214,12 +227,9 @@ class SinkFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
-        if q.dtype == torch.bfloat16 and k.shape[2] <= FEW_KEYS:
-            dq, dk, dv = _dense_gradients(grad, q, k, v, mask, out, lse, ctx.scale)
-        else:
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-            )
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
         inner = (grad.float() * out.float()).sum(-1)
         return dq, dk, dv, None if sinks is None else _sink_gradient(inner, lse, sinks), None, None
 
@@ -254,6 +264,25 @@ class DeviceFlash(torch.autograd.Function):
         return dq, dk, dv, None, None, None, dsinks, None
 
 
+class Sequences(torch.autograd.Function):
+    """The same on a CPU, by the C kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, window, sinks, scale):  # type: ignore[no-untyped-def]
+        inputs = q.contiguous(), k.contiguous(), v.contiguous()
+        floats = None if sinks is None else sinks.float()
+        out, lse = bindings.sequences(inputs, floats, ends.long(), window, scale)
+        ctx.save_for_backward(*inputs, ends.long(), sinks, out, lse)
+        ctx.rules = window, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, ends, sinks, out, lse = ctx.saved_tensors
+        *grads, inner = bindings.sequences_backward((q, k, v), ends, out, lse, grad.contiguous(), *ctx.rules)
+        return *grads, None, None, None if sinks is None else _sink_gradient(inner.T, lse.T, sinks), None
+
+
 def _sink_share(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """lse [..., H, T], sinks [H] -> what the sinks leave of the weights, and lse with them, both like lse."""
     total = torch.logaddexp(lse, sinks.float()[:, None])
@@ -264,30 +293,3 @@ def _sink_gradient(inner: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """inner = rowsum(dout * out) and lse [..., H, T] -> [H]."""
     share = (sinks.float()[:, None] - lse).exp()  # weight of the sink
     return -(share * inner).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
-
-
-def _dense_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, with the weights of a tile of queries in memory: for short rows in bfloat16, twice as
-    fast as the flash backward. Without a mask, queries of a tile meet no key after its end."""
-    T, tile = q.shape[2], q.shape[2] if mask is not None else TILE
-    inner = (grad.float() * out.float()).sum(-1, keepdim=True)
-    future = _bias(causal(min(tile, T), 0, q.device), torch.float32)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for begin in range(0, T, tile):
-        end = min(begin + tile, T)
-        own = slice(None), slice(None), slice(begin, end)
-        seen = slice(None), slice(None), slice(0, end if mask is None else k.shape[2])
-        scores = (q[own] @ k[seen].mT).float().mul_(scale).sub_(lse[own][..., None])
-        if mask is not None:
-            scores.add_(mask)
-        else:
-            scores[..., begin:].add_(future[: end - begin, : end - begin])
-        weights = scores.exp_()
-        dv[seen] += weights.to(q.dtype).mT @ grad[own]
-        weights.mul_((grad[own] @ v[seen].mT).float().sub_(inner[own])).mul_(scale)
-        dscores = weights.to(q.dtype)
-        dq[own] = dscores @ k[seen]
-        dk[seen] += dscores.mT @ q[own]
-    return dq, dk, dv

@@ -8,7 +8,7 @@ part of the weights: see `Group`.
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -171,6 +171,17 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
         dist.all_reduce(flat)
         for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
             g.copy_(part.view_as(g))
+
+
+def shared_out(x: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
+    """work(x) for x [n, ..] that all processes have, where `work` treats each of the n alone and keeps their
+    shape: each process does its part, and all have the whole."""
+    if size() == 1:
+        return work(x)
+    filled = torch.cat((x, x[-1:].expand(-len(x) % size(), *x.shape[1:])))
+    parts = list(torch.empty_like(filled).chunk(size()))
+    dist.all_gather(parts, work(filled.chunk(size())[rank()]).contiguous())
+    return torch.cat(parts)[: len(x)]
 
 
 def gathered(items: list[T]) -> list[T]:

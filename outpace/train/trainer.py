@@ -263,7 +263,8 @@ class Muon(torch.optim.Optimizer):
                 some, grads, momenta = zip(*triples, strict=True)
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
-                whole = orthogonalise(torch.stack([gathered(x) for x in ahead]))
+                stack = torch.stack([gathered(x) for x in ahead])
+                whole = ranks.shared_out(stack.flatten(0, -3), orthogonalise).view_as(stack)
                 updates = [own_part(x, p) for x, p in zip(whole, some, strict=True)]
                 own = [local(p) for p in some]
                 torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
