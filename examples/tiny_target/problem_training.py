@@ -53,18 +53,16 @@ class ProblemRecipe(TargetShape):
     judged_problems: int = 100  # .. and when the trained model is saved
 
 
-def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Tensor]:
-    """Adds this process's gradients of the mean loss on the supervised tokens of all batches; -> sums over
-    all, on the model's device: loss, balance, and `families`, the loss and the tokens of each of `LESSONS`
-    [n,2]."""
+def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict[str, Tensor]:
+    """Adds this process's gradients of the mean loss on the supervised tokens of all packs; -> sums over all,
+    on the model's device: loss, balance, and `families`, the loss and tokens of each of `LESSONS` [n,2]."""
     supervised = sum(sum(batch.supervised) for batch in some)
-    fed = sum(int((batch.inputs != pad).sum()) for batch in some)
+    fed = sum(batch.inputs.numel() for batch in some)
     device = model.device
     sizes = {"loss": (), "balance": (), "families": (len(LESSONS), 2)}
     sums = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
     for batch in _own(some):
         # places are counted on the host: a mask as an index makes it wait for the device
-        real = (batch.inputs != pad).flatten().nonzero()[:, 0].to(device)
         training = batch.labels != UNSUPERVISED
         places, labels = training.flatten().nonzero()[:, 0].to(device), batch.labels[training].to(device)
         families = torch.tensor([LESSONS.index(name) for name in batch.families])
@@ -78,8 +76,8 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: in
         loss = rows.total
         sums["loss"] += loss.detach()
         if out.routing:
-            routing = [logits.index_select(0, real) for logits in out.routing]
-            balance = balance_loss(routing, recipe.experts_per_token) * (len(real) / fed)
+            share = batch.inputs.numel() / fed
+            balance = balance_loss(out.routing, recipe.experts_per_token) * share
             sums["balance"] += balance.detach()
             loss = loss + recipe.balance * balance
         loss.backward()  # type: ignore[no-untyped-call]
@@ -107,8 +105,8 @@ def _metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
 class Steps(Dataset[list[Batch]]):
     """The batches of every step, by its number: the same whoever makes them, and whenever."""
 
-    def __init__(self, recipe: ProblemRecipe, lessons: Lessons, pad: int, packed: bool) -> None:
-        self.recipe, self.lessons, self.pad, self.packed = recipe, lessons, pad, packed
+    def __init__(self, recipe: ProblemRecipe, lessons: Lessons) -> None:
+        self.recipe, self.lessons = recipe, lessons
 
     def __len__(self) -> int:
         return self.recipe.steps
@@ -117,9 +115,7 @@ class Steps(Dataset[list[Batch]]):
         recipe = self.recipe
         echoes = step / recipe.echo_steps if step < recipe.echo_steps else None
         drawn = self.lessons.step(random.Random(f"{recipe.seed} {step}"), recipe.step_tokens, echoes)
-        if self.packed:
-            return list(packs(drawn, recipe.batch_tokens))
-        return list(batches(drawn, recipe.batch_tokens, self.pad))
+        return list(packs(drawn, recipe.batch_tokens))
 
     def start(self, first: int, workers: int) -> Iterator[list[Batch]]:
         """From step `first` on, made ahead by so many processes; 0: here, when they are wanted."""
@@ -167,14 +163,14 @@ def train_solver(
     learner = Learner(model, recipe, recipe.steps)
     if model.device.type != "cpu":
         torch.set_num_threads(1)  # the cores belong to those who make problems
-    steps = Steps(recipe, Lessons(tokens, recipe.mix), pad, packed=model.device.type != "cpu")
+    steps = Steps(recipe, Lessons(tokens, recipe.mix))
     feed: Iterator[list[Batch]] | None = None
 
     def update(step: int) -> dict[str, Any]:
         nonlocal feed
         feed = feed or steps.start(step, workers)
         learner.begin(step)
-        sums = _learn(model, next(feed), recipe, pad)
+        sums = _learn(model, next(feed), recipe)
         learner.update()
         return _metrics(sums)
 

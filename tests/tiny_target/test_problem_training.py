@@ -12,7 +12,7 @@ from processes import torchrun
 
 from examples.tiny_target.make_solver import ALONE, make
 from examples.tiny_target.model import first_model
-from examples.tiny_target.problem_rows import Lessons, Mix, batches, packs, sample_pieces
+from examples.tiny_target.problem_rows import Lessons, Mix, batch, packs, sample_pieces
 from examples.tiny_target.problem_training import (
     ProblemRecipe,
     Steps,
@@ -126,7 +126,7 @@ def test_the_command_makes_a_checkpoint_and_goes_on_from_it(tokenizer, tmp_path)
     assert provenance["started_from"]["steps"] == 2 and provenance["steps"] == 1
 
 
-def test_rows_end_to_end_teach_what_rows_side_by_side_teach(tokenizer):
+def test_rows_end_to_end_teach_what_each_teaches_alone(tokenizer):
     recipe, pad = ProblemRecipe(**MICRO, mix=MIX), token_id(tokenizer, END_OF_TEXT)
     model = first_model(recipe, pad, None)
     with torch.no_grad():
@@ -134,24 +134,23 @@ def test_rows_end_to_end_teach_what_rows_side_by_side_teach(tokenizer):
             p.add_(0.05 * torch.randn_like(p))
     drawn = Lessons(HarmonyTokens(tokenizer), MIX).step(random.Random(1), 3000)
     metrics, gradients = [], []
-    for some in (list(batches(drawn, 1000, pad)), list(packs(drawn, 1600))):
+    for some in ([batch([example], pad) for example in drawn], list(packs(drawn, 1600))):
         model.zero_grad()
-        metrics.append(_metrics(_learn(model, some, recipe, pad)))
+        metrics.append(_metrics(_learn(model, some, recipe)))
         gradients.append([p.grad for p in model.parameters()])
-    assert len(some) > 1 and all(len(batch.inputs) == 1 for batch in some)
-    side, end = metrics
-    assert side["loss"] == pytest.approx(end["loss"], rel=1e-5)
-    assert side["families"] == pytest.approx(end["families"], rel=1e-4)
-    assert side["tokens"] == end["tokens"] == sum(len(e.row.ids) - 1 for e in drawn)
+    assert 1 < len(some) < len(drawn)
+    alone, end = metrics
+    assert alone["loss"] == pytest.approx(end["loss"], rel=1e-5)
+    assert alone["families"] == pytest.approx(end["families"], rel=1e-4)
+    assert alone["tokens"] == end["tokens"] == sum(len(e.row.ids) - 1 for e in drawn)
     for a, b in zip(*gradients, strict=True):  # balance is of a batch's own tokens, and so differs
         assert (a - b).norm() < 0.01 * b.norm() + 1e-6
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_another_process_makes_the_same_steps(tokenizer, packed):
+def test_another_process_makes_the_same_steps(tokenizer):
     recipe = ProblemRecipe(**MICRO, mix=MIX, echo_steps=4)
-    steps = Steps(recipe, Lessons(HarmonyTokens(tokenizer), MIX), 0, packed)
+    steps = Steps(recipe, Lessons(HarmonyTokens(tokenizer), MIX))
     for here, there in zip(steps.start(3, 0), steps.start(3, 1), strict=True):
         for a, b in zip(here, there, strict=True):
             assert torch.equal(a.inputs, b.inputs) and torch.equal(a.labels, b.labels)
-            assert a.families == b.families and (a.packed is None) == (not packed)
+            assert a.families == b.families and a.packed is not None
