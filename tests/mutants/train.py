@@ -142,4 +142,11 @@ MUTANTS = [
         "known = sorted(map(len, self.prompts))",
         "tests/teacher/test_build.py",
     ),
+    (
+        "every process orthogonalises the first matrices",
+        "outpace/ops/ranks.py",
+        "work(filled.chunk(size())[rank()])",
+        "work(filled.chunk(size())[0])",
+        "tests/train/test_ranks.py",
+    ),
 ]
