@@ -3,7 +3,7 @@
     python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --device cuda \\
         --workers 13 --out work/solver
     torchrun --nproc-per-node 2 -m examples.tiny_target.make_solver \\
-        --recipe examples/tiny_target/solver_tune.toml --init work/solver/model --out work/tune
+        --recipe examples/tiny_target/solver_cpu.toml --out work/solver
 
 Two processes of one thread are faster on two cores than one of two. A stopped run resumes from its last
 checkpoint. The checkpoint folder is OUT/model.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from outpace.models.attention import Attention
+from examples.tiny_target.copying import copying_heads
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
@@ -19,7 +19,6 @@ from outpace.ops.sampling import seeded
 from outpace.train.trainer import Muon, warmup_linear
 
 HEAD = 4.0  # logit of a token that the last state is the embedding of, at first
-LOOK, LOOK_FREQUENCIES = 4.0, 6  # biases of heads that look back, and how many of a head's frequencies
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -50,12 +49,13 @@ class TargetShape:
     rope_theta: float = 150000.0
     muon_lr: float = 0.02
     adam_lr: float = 0.004
+    head_lr: float = 1.0  # of `adam_lr`, for the head, whose numbers are small
     weight_decay: float = 0.01
     warmup: int = 40
     decay: float = 0.5  # share of the steps over which the learning rates fall to zero
     balance: float = 0.01  # weight of the load-balancing loss
     quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
-    look_back: bool = False  # heads of the first layer begin by looking at the tokens before
+    copying: bool = False  # heads of the first two layers begin by copying
     seed: int = 1
     bfloat16: bool = True  # products, where the device multiplies it as such
 
@@ -149,25 +149,6 @@ def init_weights(model: nn.Module, seed: int) -> None:
             named["lm_head.weight"].copy_(embedding * (HEAD / embedding.shape[1]))
 
 
-@torch.no_grad()
-def look_back(attention: Attention, inverse_frequencies: Tensor) -> None:
-    """Biases by which heads of a layer begin by looking one token back, or two: the first query head of each
-    group and the second. From there copying is learnt in a third of the steps.
-
-    Keys have `LOOK` at the real part of the fastest frequencies, and queries that vector turned back by the
-    distance: their product is highest where a key is so many tokens behind."""
-    bias, D = attention.qkv_proj.bias, attention.head_dim
-    assert bias is not None, "only heads with biases can begin so"
-    angles = inverse_frequencies[:LOOK_FREQUENCIES]
-    n, group = len(angles), attention.heads // attention.kv_heads
-    for kv in range(attention.kv_heads):
-        bias[(attention.heads + kv) * D :][:n] = LOOK
-        for distance in range(1, min(group, 2) + 1):
-            query = bias[(kv * group + distance - 1) * D :]
-            query[:n] = LOOK * torch.cos(distance * angles)
-            query[D // 2 : D // 2 + n] = -LOOK * torch.sin(distance * angles)
-
-
 def balance_loss(routing: list[Tensor], k: int) -> Tensor:
     """Switch's: E * sum_e (share of tokens on e) * (mean probability of e), averaged over layers."""
     losses = []
@@ -187,8 +168,12 @@ def optimizers(model: nn.Module, recipe: TargetShape) -> tuple[Muon, torch.optim
         if p.dim() >= 2 and "layers." in name and "router" not in name and "bias" not in name
     ]
     known = {id(p) for p in inner}
-    rest = [p for p in model.parameters() if id(p) not in known]
-    adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    rest = [(name, p) for name, p in model.named_parameters() if id(p) not in known]
+    groups = [
+        {"params": [p for name, p in rest if "lm_head" not in name], "share": 1.0},
+        {"params": [p for name, p in rest if "lm_head" in name], "share": recipe.head_lr},
+    ]
+    adam = torch.optim.AdamW(groups, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
 
 
@@ -216,8 +201,8 @@ def first_model(recipe: TargetShape, end_of_text: int, init: Decoder | None, dev
     is not the recipe's."""
     model = build(recipe.config(end_of_text))
     init_weights(model, recipe.seed)
-    if recipe.look_back:
-        look_back(model.attentions[0], model.inv)
+    if recipe.copying:
+        copying_heads(model, recipe.seed)
     if init is not None:
         take_weights(model, init)
     model.to(device)
@@ -239,7 +224,7 @@ class Learner:
         factor = warmup_linear(step, self.steps, self.recipe.warmup, self.recipe.decay)
         for optimizer, lr in ((self.muon, self.recipe.muon_lr), (self.adam, self.recipe.adam_lr)):
             for group in optimizer.param_groups:  # looked up again: loading a checkpoint replaces them
-                group["lr"] = lr * factor
+                group["lr"] = lr * factor * group.get("share", 1.0)
 
     def update(self) -> None:
         """The gradients of all processes into the weights."""

@@ -17,7 +17,6 @@ from outpace.tasks.vocabulary import CITIES, COLORS, FIELDS, NAMES, THINGS
 from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
 from outpace.text.messages import EFFORTS, Conversation, Developer, System
 from outpace.text.sft_rows import TrainingRow, rows
-from outpace.text.tokenizer import SPECIAL
 
 UNSUPERVISED = -100  # label of a token that is not the model's own
 MOST_TURNS = 6
@@ -26,11 +25,8 @@ INSTRUCTIONS = (
     "Answer briefly.", "Be precise.", "You are a helpful assistant.", "Answer the question.", "Think first.",
     "Give only the answer.", "You solve small problems.", "Always answer in English.", "Be kind.",
 )  # fmt: skip
-ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
-LEAST_FEW = 8  # kinds of token in a copy, at least
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
-LONGEST_LIST, LONGEST_TURNED, WIDER = 60, 14, 25  # tokens of such exercises; a gap is wider every 25
 DOCUMENT = "document"  # beside the families' names: of conversations about a long document
 
 
@@ -60,7 +56,6 @@ class Mix:
     low: float = 0.05  # answered without a trace
     turns: float = 0.08  # the last of a conversation of several problems
     settings: float = 0.3  # with other system and developer messages than the model's own
-    echoes: float = 0.02  # random tokens, and then pieces of them again: nothing is learnt there but to copy
     documents: float = 0.003  # all codes of one document of up to `longest` tokens
     series: float = 0.6  # of the rest: several in a row, each with its trace, after the same settings
     longest: int = 4096
@@ -69,7 +64,7 @@ class Mix:
         unknown = sorted(self.weights.keys() - FAMILIES.keys())
         if unknown:
             raise ValueError(f"weights of {unknown[0]!r}: the families are {', '.join(FAMILIES)}")
-        for name in ("low", "turns", "settings", "echoes", "documents", "series"):
+        for name in ("low", "turns", "settings", "documents", "series"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: a share, from 0 to 1")
 
@@ -82,8 +77,6 @@ class Lessons:
         self.weights = {name: mix.weights.get(name, 1.0) for name in FAMILIES}
 
     def draw(self, rng: random.Random) -> Example:
-        if rng.random() < self.mix.echoes:
-            return self.echo(rng)
         kind = rng.random()
         if kind < self.mix.documents:
             return Example(DOCUMENT, self._about_document(rng))
@@ -96,21 +89,12 @@ class Lessons:
             return Example(name, self._series(rng, effort, problem))
         return Example(name, self._row(rng, problem.conversation(effort)))
 
-    def echo(self, rng: random.Random, progress: float = 1.0) -> Example:
-        """`progress`, from 0 to 1: exercises are short in the first half, and then grow."""
-        least, first, most = ECHO_TOKENS
-        length = rng.randint(least, round(first * (most / first) ** max(2 * progress - 1, 0.0)))
-        vocab_size = self.tokens.tokenizer.get_vocab_size()
-        name = rng.choice(list(EXERCISES))
-        return Example(name, EXERCISES[name](rng, vocab_size, length))
-
-    def step(self, rng: random.Random, size: int, echoes: float | None = None) -> list[Example]:
-        """As many as have about `size` tokens together; one at least. `echoes`, from 0 to 1: the first steps
-        of a training are of echoes alone, which grow longer; copying is learnt before what needs it."""
+    def step(self, rng: random.Random, size: int) -> list[Example]:
+        """As many as have about `size` tokens together; one at least."""
         drawn: list[Example] = []
         total = 0
         while total < size:
-            drawn.append(self.draw(rng) if echoes is None else self.echo(rng, echoes))
+            drawn.append(self.draw(rng))
             total += len(drawn[-1].row.ids)
         return drawn
 
@@ -187,57 +171,7 @@ def every_turn(turns: Sequence[TrainingRow]) -> TrainingRow:
     return replace(whole, mask=mask)
 
 
-def echo(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens, each once, and then pieces of them from anywhere, as many again: supervised is how a
-    piece goes on after its first token."""
-    ids = rng.sample(range(len(SPECIAL), vocab_size), length)
-    whole, mask = list(ids), [False] * len(ids)
-    while len(whole) < 2 * len(ids):
-        begin = rng.randrange(len(ids) - 1)
-        piece = ids[begin : begin + rng.randint(2, 16)]
-        whole += piece
-        mask += [False, *[True] * (len(piece) - 1)]
-    return TrainingRow(ids=whole, mask=mask, turn=0)
-
-
-def _of_few(rng: random.Random, vocab_size: int, length: int) -> list[int]:
-    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
-    return [rng.choice(few) for _ in range(length)]
-
-
-def copy(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens out of a few, and all of them again: what follows a token is told by those before it,
-    as in code and JSON. Supervised is the copy but for its first tokens."""
-    ids = _of_few(rng, vocab_size, length)
-    begin = min(4, length - 1)
-    mask = [False] * (length + begin) + [True] * (length - begin)
-    return TrainingRow(ids=2 * ids, mask=mask, turn=0)
-
-
-def interleaved(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens, each once, and all of them again with others after each, as a worked answer goes through
-    a list: one in a short list, where it is learnt, up to three in longer ones. Supervised are the tokens of
-    the list, from the third on."""
-    length = min(length, LONGEST_LIST)
-    gap = rng.randint(1, 1 + length // WIDER)
-    *items, yes, no, perhaps = rng.sample(range(len(SPECIAL), vocab_size), length + 3)
-    whole, mask = list(items), [False] * length
-    for i, token in enumerate(items):
-        whole += [token, *rng.choices((yes, no, perhaps), k=gap)]
-        mask += [i > 1, *[False] * gap]
-    return TrainingRow(ids=whole, mask=mask, turn=0)
-
-
-def turned(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens out of a few, and all of them again from the last to the first. Supervised from the third
-    on."""
-    length = min(length, LONGEST_TURNED)
-    ids = _of_few(rng, vocab_size, length)
-    return TrainingRow(ids=ids + ids[::-1], mask=[False] * (length + 2) + [True] * (length - 2), turn=0)
-
-
-EXERCISES = {"echo": echo, "copy": copy, "interleaved": interleaved, "turned": turned}
-LESSONS = *FAMILIES, *EXERCISES, DOCUMENT
+LESSONS = *FAMILIES, DOCUMENT
 
 
 def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batch]:

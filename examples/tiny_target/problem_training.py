@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -39,13 +39,10 @@ AHEAD = 4  # steps that each process of a training has ready
 class ProblemRecipe(TargetShape):
     """How to train a target on problems of all families. Fields of solver.toml."""
 
-    MAY_BE_0: ClassVar[tuple[str, ...]] = (*TargetShape.MAY_BE_0, "echo_steps")
-
     decay: float = 0.3
     steps: int = 2500
     step_tokens: int = 8192
     batch_tokens: int = 4096  # at once in memory, unless one row is longer
-    echo_steps: int = 0  # the first, of echoes alone
     mix: Mix = field(default_factory=Mix)
     save_every: int = 50
     eval_every: int = 100
@@ -113,8 +110,7 @@ class Steps(Dataset[list[Batch]]):
 
     def __getitem__(self, step: int) -> list[Batch]:
         recipe = self.recipe
-        echoes = step / recipe.echo_steps if step < recipe.echo_steps else None
-        drawn = self.lessons.step(random.Random(f"{recipe.seed} {step}"), recipe.step_tokens, echoes)
+        drawn = self.lessons.step(random.Random(f"{recipe.seed} {step}"), recipe.step_tokens)
         return list(packs(drawn, recipe.batch_tokens))
 
     def start(self, first: int, workers: int) -> Iterator[list[Batch]]:

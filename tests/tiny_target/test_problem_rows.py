@@ -1,7 +1,6 @@
 """Rows of generated problems: none is held out, and nothing is supervised but the model's own words."""
 
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from outpace.tasks.families import FAMILIES
 from outpace.tasks.problem import Problem
 from outpace.text.harmony import HarmonyTokens, Mark
 from outpace.text.harmony_parser import HarmonyParser
-from outpace.text.tokenizer import SPECIAL, read_tokenizer
+from outpace.text.tokenizer import read_tokenizer
 
 TOKENS = HarmonyTokens(read_tokenizer(Path(outpace.__file__).parent / "embedded" / "target"))
 PAD = TOKENS.tokenizer.token_to_id("<|endoftext|>")
-EVERYTHING = Mix(low=0.2, turns=0.2, echoes=0.0, documents=0.05, longest=600, weights={"needles": 0.1})
+EVERYTHING = Mix(low=0.2, turns=0.2, documents=0.05, longest=600, weights={"needles": 0.1})
 
 
 def drawn(count=150, **mix):
@@ -98,51 +97,6 @@ def test_settings_of_many_kinds_and_the_functions_of_a_problem_among_them():
         called = next(m.recipient for m in messages(example) if m.is_call)
         developer = next(m.content for m in messages(example) if m.role == "developer")
         assert f"type {called.removeprefix('functions.')} = " in developer
-
-
-def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
-    lessons = Lessons(TOKENS, Mix())
-    for progress, most in ((0.0, 12), (1.0, 160)):
-        examples = lessons.step(random.Random(2), 2000, progress)
-        lengths = []
-        for example in (e for e in examples if e.family == "echo"):
-            ids, mask = example.row.ids, example.row.mask
-            first = mask.index(True) - 1  # the first token of a piece is not to be known
-            lengths.append(first)
-            assert len(set(ids[:first])) == first and not any(mask[:first])
-            for i in range(first, len(ids)):
-                if mask[i]:
-                    assert ids[i] == ids[ids.index(ids[i - 1]) + 1]
-            assert sum(mask) > (len(ids) - first) / 3
-        assert 4 <= min(lengths) and most / 2 < max(lengths) <= most
-
-
-def test_a_copy_is_of_tokens_that_come_again():
-    copies = [e.row for e in Lessons(TOKENS, Mix()).step(random.Random(2), 6000, 1.0) if e.family == "copy"]
-    assert len(copies) > 5
-    for row in copies:
-        half = len(row.ids) // 2
-        assert row.ids[:half] == row.ids[half:] and len(row.mask) == len(row.ids)
-        assert not any(row.mask[:half]) and sum(row.mask) == half - min(4, half - 1)
-    assert any(len(set(row.ids)) < len(row.ids) / 4 for row in copies)
-    assert min(min(row.ids) for row in copies) >= len(SPECIAL)  # no mark is ever a random token
-
-
-def test_lists_are_gone_through_and_turned_round():
-    drawn = Lessons(TOKENS, Mix()).step(random.Random(3), 6000, 1.0)
-    lists, turned = ([e.row for e in drawn if e.family == name] for name in ("interleaved", "turned"))
-    assert len(lists) > 5 and len(turned) > 5
-    gaps = set()
-    for row in lists:
-        own = [t for t, mine in zip(row.ids, row.mask, strict=True) if mine]
-        assert own == row.ids[2 : 2 + len(own)] and len(row.ids) == len(row.mask)
-        places = [i for i, mine in enumerate(row.mask) if mine]
-        gaps |= {b - a for a, b in pairwise(places)}
-        assert len(set(row.ids[: len(own) + 2])) == len(own) + 2
-    assert gaps == {2, 3, 4}
-    for row in turned:
-        half = len(row.ids) // 2
-        assert row.ids == row.ids[::-1] and sum(row.mask) == half - 2 and not any(row.mask[: half + 2])
 
 
 def test_batches_hold_every_row_once_and_shift_by_one():

@@ -148,7 +148,7 @@ def test_rows_end_to_end_teach_what_each_teaches_alone(tokenizer):
 
 
 def test_another_process_makes_the_same_steps(tokenizer):
-    recipe = ProblemRecipe(**MICRO, mix=MIX, echo_steps=4)
+    recipe = ProblemRecipe(**MICRO, mix=MIX)
     steps = Steps(recipe, Lessons(HarmonyTokens(tokenizer), MIX))
     for here, there in zip(steps.start(3, 0), steps.start(3, 1), strict=True):
         for a, b in zip(here, there, strict=True):
