@@ -5,7 +5,7 @@ typedef struct { any q, k, v, sinks, ends, grad; void *out; float *lse, *inner; 
 enum { QUERIES = 64, STEP = 32, CELL = 256 };  // queries at once; values that a tile sums up; pairs of values of a tile
 // c [16, 64] = or += a [16, STEP * steps] b; b: for each 16 columns `steps` tiles of pairs. Tiles of a are a_step bytes apart, its lines a_line.
 INLINE void product_tiles(float *c, long c_line, int add, bytes a, long a_line, long a_step, const uint32_t *b, long steps) {
-#ifdef __AMX_BF16__
+#if defined __AMX_BF16__ && defined __linux__
     if (has_tiles) {
 #define BEGIN(t) if (add) _tile_loadd(t, c + 16 * t, 4 * c_line); else _tile_zero(t)
 #define MULTIPLY(t) _tile_loadd(5, b + (t * steps + s) * CELL, 64); _tile_dpbf16ps(t, 4, 5)
@@ -196,7 +196,7 @@ static void one_sequence(const void *with, long item, long me) {  // for one kv 
         w.dk = cut(&memory, 2 * whole), w.dv = cut(&memory, 2 * whole);
         memset(w.dk, 0, 2 * whole), memset(w.dv, 0, 2 * whole);
     }
-#ifdef __AMX_BF16__
+#if defined __AMX_BF16__ && defined __linux__
     if (has_tiles) use_tiles(me);
 #endif
     for (w.head = kv * (o->H / o->K); w.head < (kv + 1) * (o->H / o->K); w.head++)

@@ -270,9 +270,9 @@ class Sequences(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ends, window, sinks, scale):  # type: ignore[no-untyped-def]
         inputs = q.contiguous(), k.contiguous(), v.contiguous()
-        floats = None if sinks is None else sinks.float()
-        out, lse = bindings.sequences(inputs, floats, ends.long(), window, scale)
-        ctx.save_for_backward(*inputs, ends.long(), sinks, out, lse)
+        floats, ends = None if sinks is None else sinks.float(), ends.long()
+        out, lse = bindings.sequences(inputs, floats, ends, window, scale)
+        ctx.save_for_backward(*inputs, ends, sinks, out, lse)
         ctx.rules = window, scale
         return out
 
