@@ -15,10 +15,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 
 NEAR, FAST = 5.0, 6  # bias at how many of a head's fastest frequencies: it looks at places by their distance
-REACH, STILL = (
-    512,
-    0.35,
-)  # frequencies that turn by less over so many tokens compare what tokens are, not where
+REACH, STILL = 512, 0.35  # over so many tokens, frequencies that turn by less tell tokens apart, not places
 SHARP = 10.0**0.5  # length of the directions in which tokens are compared
 COPIED = 4.0  # length of what is copied, where a token's own is 1
 LOGIT = 32.0  # of a token that the last state is the embedding of
@@ -40,7 +37,7 @@ def copying_heads(model: Decoder, seed: int) -> None:
     n = min(len(compared), C // 3 // K)
     basis = torch.linalg.qr(torch.randn(C, C, generator=seeded(seed)))[0].T
     own, before, earlier = basis[: 3 * K * n].view(3, K, n, C)
-    assert model.lm_head is not None, "a head of its own"
+    assert model.lm_head is not None
     embedding, head = model.embed_tokens.weight, model.lm_head.weight
     assert isinstance(embedding, Tensor) and isinstance(head, Tensor)
     for directions in (before.flatten(0, 1), earlier.flatten(0, 1)):
@@ -58,7 +55,7 @@ def _bring(attention: Attention, frequencies: Tensor, own: Tensor, to: tuple[Ten
     """Two heads of each group look one token back, and two: keys have `NEAR` at the real part of the fastest
     frequencies, and queries that vector turned back by the distance: their product is highest there."""
     bias, weight, D = attention.qkv_proj.bias, attention.qkv_proj.weight, attention.head_dim
-    assert bias is not None and isinstance(weight, Tensor), "only heads with biases can begin so"
+    assert bias is not None and isinstance(weight, Tensor)  # see `TargetShape`
     n, group = len(frequencies), attention.heads // attention.kv_heads
     weight[: (attention.heads + attention.kv_heads) * D] *= QUIET
     for kv in range(attention.kv_heads):

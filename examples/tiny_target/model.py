@@ -62,6 +62,8 @@ class TargetShape:
     def __post_init__(self) -> None:
         if self.architecture not in TRAINED:
             raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
+        if self.copying and (self.architecture != "GptOssForCausalLM" or self.num_layers < 2):
+            raise ValueError("copying: it takes two layers of GptOssForCausalLM: heads with biases")
         for name, value in vars(self).items():
             if type(value) is int and value < 1 and name not in self.MAY_BE_0:
                 raise ValueError(f"{name} {value}: it must be at least 1")
@@ -169,8 +171,8 @@ def optimizers(model: nn.Module, recipe: TargetShape) -> tuple[Muon, torch.optim
     ]
     known = {id(p) for p in inner}
     rest = [(name, p) for name, p in model.named_parameters() if id(p) not in known]
-    groups = [
-        {"params": [p for name, p in rest if "lm_head" not in name], "share": 1.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in rest if "lm_head" not in name]},
         {"params": [p for name, p in rest if "lm_head" in name], "share": recipe.head_lr},
     ]
     adam = torch.optim.AdamW(groups, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -98,8 +98,7 @@ def test_causal_attend_and_its_gradients(window, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("T", "window"), [(37, 0), (300, 0), (37, 11), (20, 11), (600, 0)])
 def test_gradients_in_bfloat16_are_those_of_float32(T, window, sinks):
-    """Short rows have a tile's weights in memory in the backward, 300 those of three; at 600 keys, and under
-    windows, they have not."""
+    """Of heads that the C kernel does not take."""
     leaves = [x.requires_grad_() for x in inputs(T, T)] + [torch.randn(H, requires_grad=True)]
     dy = torch.randn(B, T, H * D)
 

@@ -1,12 +1,13 @@
 """Heads that copy before anything is learnt."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
 from examples.tiny_target.copying import copying_heads
-from examples.tiny_target.model import TargetShape, first_model
+from examples.tiny_target.model import Learner, TargetShape, first_model
 
 SHAPE = TargetShape(
     vocab_size=400, hidden_size=192, num_layers=2, num_heads=4, num_kv_heads=2, sliding_window=32
@@ -50,3 +51,22 @@ def test_two_tokens_decide_where_one_came_twice():
             logits = model.logits(model(torch.tensor([text])).hidden)[0, -1]
         hits += bool(logits[c] > logits[e])
     assert hits > 30
+
+
+def test_the_head_learns_at_its_own_rate():
+    recipe = dataclasses.replace(SHAPE, head_lr=0.25, adam_lr=0.02, warmup=0, decay=0.0)
+    model = first_model(recipe, 0, None)
+    learner, before = Learner(model, recipe, 10), {n: p.detach().clone() for n, p in model.named_parameters()}
+    learner.begin(0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    learner.adam.step()
+    moved = {name: float((p.detach() - before[name]).abs().mean()) for name, p in model.named_parameters()}
+    assert moved["embed_tokens.weight"] == pytest.approx(0.02, rel=1e-3)
+    assert moved["lm_head.weight"] == pytest.approx(0.25 * 0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [{"architecture": "Qwen3ForCausalLM"}, {"num_layers": 1}])
+def test_a_shape_that_cannot_copy_is_refused(shape):
+    with pytest.raises(ValueError, match="copying: it takes two layers of GptOssForCausalLM"):
+        TargetShape(copying=True, **shape)
