@@ -19,6 +19,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.trainer import Muon, warmup_linear
 
 HEAD = 4.0  # logit of a token that the last state is the embedding of, at first
+COPYING = ("layers.0.self_attn.", "layers.1.self_attn.")  # see copying.py
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -50,6 +51,7 @@ class TargetShape:
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     head_lr: float = 1.0  # of `adam_lr`, for the head, whose numbers are small
+    copying_lr: float = 1.0  # of `muon_lr`, for the attention that begins by copying
     weight_decay: float = 0.01
     warmup: int = 40
     decay: float = 0.5  # share of the steps over which the learning rates fall to zero
@@ -164,19 +166,26 @@ def balance_loss(routing: list[Tensor], k: int) -> Tensor:
 
 def optimizers(model: nn.Module, recipe: TargetShape) -> tuple[Muon, torch.optim.AdamW]:
     """Matrices inside the blocks learn by Muon; embedding, head, router, norms and biases by AdamW."""
+    named = dict(model.named_parameters())
     inner = [
-        p
-        for name, p in model.named_parameters()
+        name
+        for name, p in named.items()
         if p.dim() >= 2 and "layers." in name and "router" not in name and "bias" not in name
     ]
-    known = {id(p) for p in inner}
-    rest = [(name, p) for name, p in model.named_parameters() if id(p) not in known]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in rest if "lm_head" not in name]},
-        {"params": [p for name, p in rest if "lm_head" in name], "share": recipe.head_lr},
+    rest = [name for name in named if name not in inner]
+    copying = [name for name in inner if recipe.copying and name.startswith(COPYING)]
+    muon: list[dict[str, Any]] = [
+        {"params": [named[name] for name in inner if name not in copying]},
+        {"params": [named[name] for name in copying], "share": recipe.copying_lr},
     ]
-    adam = torch.optim.AdamW(groups, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
+    adam: list[dict[str, Any]] = [
+        {"params": [named[name] for name in rest if "lm_head" not in name]},
+        {"params": [named[name] for name in rest if "lm_head" in name], "share": recipe.head_lr},
+    ]
+    return (
+        Muon(muon, recipe.muon_lr, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(adam, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    )
 
 
 def take_weights(model: Decoder, init: Decoder) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from outpace.checkpoint.publish import disk, one_writer
 from outpace.checkpoint.save import write_atomically
@@ -244,9 +245,7 @@ class Muon(torch.optim.Optimizer):
     """For weights of two or more dimensions, the last two being the matrix. `torch.optim.Muon` takes
     matrices only; experts are [E, N, K]."""
 
-    def __init__(
-        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
