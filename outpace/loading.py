@@ -139,6 +139,7 @@ def open_draft(
     draft = open_weights(path, target, tokenizer, quantize)
     if draft is not None:
         draft.to(target.device)
+        draft.use_activation_dtype(torch.bfloat16)  # the target verifies its tokens
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, TreeShape.of(num_draft_tokens, num_steps, topk))
     if num_steps:

@@ -1,6 +1,7 @@
 """DFlash and EAGLE-3 as parts of a round: what they observe and guess, of tensors alone."""
 
 from copy import copy
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from outpace.decode.round import State, StaticDraft, step_of
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import BoundDFlash, DFlashSession
-from outpace.drafts.dflash_decode import Head
 from outpace.drafts.eagle3_decode import BoundEagle3, Eagle3Session
 from outpace.drafts.sampler import DraftSampler
 from outpace.kv.base import KVCache
@@ -54,7 +54,7 @@ class StaticDFlash(StaticDraft):
         x = session.embedded(last, n)
         step = step_of(x.shape[1], state.starts, torch.full_like(last, x.shape[1]), both_ways=True)
         weight = session.target.head if self.head is None else self.head
-        head = Head(weight, self.ids, session.head.vocab_size)
+        head = replace(session.head, weight=weight, ids=self.ids)
         guessed = self.draft.guess(head, session.denoise(x, step)[:, 1:n], last, sampler)
         return guessed.tokens, guessed.sure.sum()
 

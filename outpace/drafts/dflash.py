@@ -145,7 +145,8 @@ class BoundDFlash:
     def head(self) -> Head:
         """Formed once: a reduced vocabulary takes its rows out of the target's head, packed where the draft
         is."""
-        return Head.of(self.target, self.draft.d2t, packed=isinstance(self.draft.fc.weight, Quant))
+        packed = isinstance(self.draft.fc.weight, Quant)
+        return Head.of(self.target, self.draft.d2t, packed, self.draft.rounded)
 
     def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "DFlashSession":
         return DFlashSession(self.draft, self.target, batch, length, offset, self.head, slack)
@@ -167,7 +168,7 @@ class DFlashSession(CacheRows):
     ) -> None:
         config = draft.config
         self.draft, self.target = draft, target
-        self.head = head or Head.of(target, draft.d2t)
+        self.head = head or Head.of(target, draft.d2t, rounded=draft.rounded)
         self.vocab = DraftVocabulary(self.head.ids, self.head.vocab_size)
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]

@@ -24,22 +24,23 @@ class Head:
     weight: Weight
     ids: Tensor | None
     vocab_size: int  # the target's
+    rounded: bool = False  # as the draft, see `NativeDraft.use_activation_dtype`
 
     @staticmethod
-    def of(target: Decoder, d2t: Tensor | None, packed: bool = False) -> "Head":
+    def of(target: Decoder, d2t: Tensor | None, packed: bool = False, rounded: bool = False) -> "Head":
         """d2t [N]: offsets, row i means the token i + d2t[i]. `packed`: rows of the draft's own are
         kept in 8-bit blocks."""
         weight, V = target.head, target.config.vocab_size
         if d2t is None:
-            return Head(weight, None, V)
+            return Head(weight, None, V, rounded)
         assert not isinstance(weight, Joined), "a head is one matrix"
         ids = (d2t + torch.arange(len(d2t), device=d2t.device)).to(target.device)
         rows = weight[ids]
-        return Head(pack(rows) if packed and packs(rows) else rows, ids, V)
+        return Head(pack(rows) if packed and packs(rows) else rows, ids, V, rounded)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., N]."""
-        return linear(hidden, self.weight)
+        return linear(hidden, self.weight, None, self.rounded)
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Rows of this head -> the target's tokens."""

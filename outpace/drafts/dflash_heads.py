@@ -100,7 +100,7 @@ class MarkovHead(nn.Module):
 
     def bias(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """-> [..., draft vocabulary]."""
-        return linear(self.embed(previous, hidden), self.markov_w2.weight)
+        return linear(self.embed(previous, hidden), self.markov_w2.weight, None, self.markov_w2.rounded)
 
     @torch.no_grad()
     def reset(self, rng: torch.Generator) -> None:

@@ -49,7 +49,7 @@ class DFlashLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """features [B,T,C] -> k, v [B,K,T,D], ready to be remembered. `weights`: `context_weights()`, where
         they were asked for before."""
-        kv = linear(features, *(weights or self.context_weights()))
+        kv = linear(features, *(weights or self.context_weights()), self.qkv_proj.rounded)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         _, k, v = rotate_heads(kv, cos, sin, 0, self.kv_heads, norms)
         return k.transpose(1, 2), v.transpose(1, 2)

@@ -53,7 +53,7 @@ class NativeBlock:
         self.gate_up, self.act = torch.empty(M, 2 * c.intermediate_size), torch.empty(M, c.intermediate_size)
         taps, groups = c.conv_kernel_size, c.hidden_size // (c.conv_group_size or c.hidden_size)
         self.deltas = [torch.empty(M, 2, taps, groups) for _ in range(2)]  # of attention and of the MLP
-        self.program = program = Program()
+        self.program = program = Program(layers[0].qkv_proj.rounded)
         positions = torch.zeros(B, T, dtype=torch.int64)
         program.places(self.start, None, 0, offset, positions)
         program.angles(positions.view(-1), inv, c.rope.concentration, self.cos, self.sin)
@@ -130,7 +130,7 @@ class NativeGreedy:
         B, T, C = block.hidden.shape
         n, N = width - 1, head.weight.shape[0]
         k = 1 if selector is None else min(selector.top_k, N)
-        self.block, self.lock, self.program = block, Lock(), Program()
+        self.block, self.lock, self.program = block, Lock(), Program(head.rounded)
         self.last = torch.zeros(B, dtype=torch.int64)
         self.tokens = torch.full((B, T), masked if isinstance(masked, int) else 0)
         self._embed(embedding, masked)
@@ -216,7 +216,7 @@ class NativeContext:
         fused, features = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
         cos, sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
         positions, kv = torch.zeros(B, T, dtype=torch.int64), torch.empty(B, T, 2 * K * D)
-        self.program = program = Program()
+        self.program = program = Program(fc.rounded)
         program.linear(self.aux.view(M, -1), whole(fc.weight), fc.bias, fused)
         program.rms_norm(fused, norm.weight, norm.eps, features)
         program.places(self.start, None, 0, offset, positions)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from outpace.drafts.native import NativeDraft
 from outpace.models.blocks import MLP, Embedding, Linear, RMSNorm
 from outpace.models.decoder import Decoder
+from outpace.ops.linear import linear
 from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
 
 
@@ -193,7 +194,7 @@ class Eagle3(NativeDraft):
             logits: Tensor = self.lm_head(normed)
             return logits
         assert target is not None, "this EAGLE-3 uses the target's head"
-        return target.logits(normed)
+        return linear(normed, target.head, rounded=self.rounded)
 
     def feedback(self, hidden: Tensor) -> Tensor:
         """hidden [B,T,C] -> the feature of the next step: as it is, or normed (EAGLE-3.1)."""

@@ -25,7 +25,8 @@ class _Layers:
     def __init__(self, draft: Eagle3, offset: int, B: int, T: int) -> None:
         c, M = draft.config, B * T
         heads = c.num_heads + 2 * c.num_kv_heads
-        self.draft, self.offset, self.rings, self.program = draft, offset, Rings(c.num_layers), Program()
+        self.draft, self.offset, self.rings = draft, offset, Rings(c.num_layers)
+        self.program = Program(draft.rounded)
         self.counts, self.positions = (torch.full(size, T) for size in ((B,), (B, T)))
         self.rows = torch.arange(B)
         self.embeds, self.feature = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
+from outpace.models.blocks import use_activation_dtype
 from outpace.models.native_step import MOST_ROWS
 from outpace.ops.dispatch import use_kernel
 from outpace.ops.quant import Joined, Quant, Weight
@@ -18,9 +19,11 @@ Kind = TypeVar("Kind")
 
 
 class NativeDraft(nn.Module):
-    """A module that keeps the programs of its forwards. `inv`: its rotary frequencies."""
+    """A module that keeps the programs of its forwards. `inv`: its rotary frequencies; `rounded`: see
+    `use_activation_dtype`."""
 
     inv: Tensor
+    rounded = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +40,13 @@ class NativeDraft(nn.Module):
         if device.type != "meta":  # who gives weights to an empty draft does not know of these
             self.inv = self.inv.to(device)  # float64, whatever the weights become
         return self
+
+    def use_activation_dtype(self, dtype: torch.dtype) -> None:
+        """Of what products with the weights, and a head of the target's, multiply; see
+        `blocks.use_activation_dtype`."""
+        use_activation_dtype(self, dtype)
+        self.rounded = dtype == torch.bfloat16
+        self.native_programs.clear()
 
     @property
     def in_one_piece(self) -> bool:

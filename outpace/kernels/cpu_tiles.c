@@ -7,7 +7,7 @@
 int has_tiles;  // where the system allows them: they enlarge what it saves of a thread
 __attribute__((constructor)) static void ask(void) { has_tiles = !syscall(SYS_arch_prctl, 0x1023, 18); }  // ARCH_REQ_XCOMP_PERM, XTILEDATA
 #ifndef TILED_FROM
-#define TILED_FROM NEAR  // bytes of weights: one row of x with those that the second cache holds takes longer in tiles
+#define TILED_FROM (3 << 16)  // bytes of weights: with fewer, one row of x takes longer in tiles
 #endif
 INLINE int tiled(const Linear *o) { return has_tiles && o->kind == BF16 && 2 * o->N * o->K > TILED_FROM; }
 

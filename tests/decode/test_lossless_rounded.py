@@ -13,6 +13,8 @@ from outpace.cli.main import app
 from outpace.decode.costs import machine
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.loading import open_draft
+from outpace.models.blocks import Linear
 from outpace.models.load import build, named_tensors
 
 
@@ -34,6 +36,13 @@ def test_a_loaded_target_generates_with_them():
         assert outpace.generate(rounded, prompt, draft=draft).text == texts[1]
     kinds = [machine(m.target)["activation_dtype"] for m in (exact, rounded)]
     assert kinds == ["float32", "bfloat16"]
+
+
+def test_drafts_multiply_in_bfloat16_whatever_the_target_does():
+    model = outpace.load()
+    draft = open_draft("dflash", model.target, model.tokenizer).draft
+    assert draft.rounded and all(m.rounded for m in draft.modules() if isinstance(m, Linear))
+    assert not any(m.rounded for m in model.target.modules() if isinstance(m, Linear))
 
 
 def test_the_command_line_names_them():

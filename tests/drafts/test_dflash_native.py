@@ -71,10 +71,13 @@ def test_what_a_round_gave_outlives_the_next():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("stored", ["bfloat16", "q8_0"])
+@pytest.mark.parametrize("stored", ["bfloat16", "rounded", "q8_0"])
 def test_stored_weights_of_other_kinds(stored):
     target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
     draft = quantised(draft) if stored == "q8_0" else draft.to(torch.bfloat16)
+    if stored == "rounded":  # the target's head is theirs, too
+        target.to(torch.bfloat16)
+        draft.use_activation_dtype(torch.bfloat16)
     fast, plain = sessions(draft, target, 2)
     text, last = tiny.tokens(2, 4), tiny.tokens(2, seed=4)
     aux = target(text, aux=draft.target_layer_ids).aux
@@ -85,6 +88,24 @@ def test_stored_weights_of_other_kinds(stored):
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
     kinds = {type(program) for program in draft.native_programs.values()}
     assert kinds == {NativeBlock, NativeContext, NativeGreedy}
+
+
+@torch.inference_mode()
+def test_rounded_activations_reach_the_block_the_context_and_the_head():
+    target, draft = tiny.target("gpt_oss").to(torch.bfloat16), drafted(**SELECTOR, head_dim=8)
+    draft.to(torch.bfloat16)
+    text, last = tiny.tokens(2, 4), tiny.tokens(2, seed=4)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    seen = []
+    for dtype in (torch.float32, torch.bfloat16):
+        draft.use_activation_dtype(dtype)
+        session = sessions(draft, target, 2)[0]
+        session.observe(text, aux, [4, 2])
+        keys, hidden = session.cache.layers[0].k[:, :, :2].clone(), session.block_hidden(last)
+        seen.append((keys, hidden, session.head.logits(hidden if not seen else seen[0][1])))
+    for exact, rounded in zip(*seen, strict=True):
+        assert not torch.equal(exact, rounded)
+        torch.testing.assert_close(exact, rounded, atol=0.1, rtol=0.02)
 
 
 @torch.inference_mode()

@@ -61,17 +61,22 @@ def test_proposals_are_the_modules(name, shape):
 
 
 @torch.inference_mode()
-def test_stored_weights_of_another_kind():
-    target = tiny.target("gpt_oss")
-    draft = random_eagle3(target).to(torch.bfloat16)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("how", [{}, {"own_head": False, "draft_vocab_size": tiny.VOCAB}])
+def test_stored_weights_of_another_kind(shape, how):
+    target = tiny.target("gpt_oss").to(torch.bfloat16)
+    draft = random_eagle3(target, **how).to(torch.bfloat16)
     text, last = tiny.tokens(2, 5), tiny.tokens(2, seed=4)
     aux = target(text, aux=draft.target_layer_ids).aux
     proposals = []
-    for session in sessions(draft, target, SHAPES["tree"], 2):
-        session.observe(text, aux, [5, 3])
-        proposals.append(session.propose(last, 9, Greedy()))
-    assert torch.equal(proposals[0].tokens, proposals[1].tokens) and draft.native_programs
-    assert torch.equal(proposals[0].survival, proposals[1].survival)
+    for dtype in (torch.float32, torch.bfloat16):
+        draft.use_activation_dtype(dtype)
+        for session in sessions(draft, target, SHAPES[shape], 2):
+            session.observe(text, aux, [5, 3])
+            proposals.append(session.propose(last, 5, Greedy()))
+        assert torch.equal(proposals[-2].tokens, proposals[-1].tokens) and draft.native_programs
+        assert torch.equal(proposals[-2].survival, proposals[-1].survival)
+    assert not torch.equal(proposals[0].survival, proposals[-1].survival)
 
 
 def ones(draft):

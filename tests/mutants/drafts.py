@@ -185,6 +185,27 @@ MUTANTS = [
         "tests/drafts/test_eagle3_native.py",
     ),
     (
+        "a DFlash's context meets its weights unrounded",
+        "outpace/drafts/dflash_native.py",
+        "Program(fc.rounded)",
+        "Program()",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "the target's head meets an EAGLE-3's states unrounded",
+        "outpace/drafts/eagle3.py",
+        "linear(normed, target.head, rounded=self.rounded)",
+        "linear(normed, target.head)",
+        "tests/drafts/test_eagle3_native.py",
+    ),
+    (
+        "drafts are loaded that round no activations",
+        "outpace/loading.py",
+        "        draft.use_activation_dtype(torch.bfloat16)  # the target verifies its tokens\n",
+        "",
+        "tests/decode/test_lossless_rounded.py",
+    ),
+    (
         "a native EAGLE-3 chain that names rows of its head as tokens",
         "outpace/drafts/eagle3_native.py",
         "program.gather(ids, rows[at], self.tokens[at])",
