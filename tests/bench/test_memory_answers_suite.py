@@ -53,7 +53,7 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
     assert lossy["memory"]["bytes_per_token"] == kv and lossy["memory"]["bytes_read"] < kv
     half, little = rows["latents, loss, 50%"], rows["latents, loss, 5%"]
     assert half["memory"]["bytes_per_token"] == kv / 2 and little["memory"]["bytes_per_token"] < kv / 15
-    assert half["right"] > little["right"] == 0 and half["unchanged"] > little["unchanged"]
+    assert half["right"] > little["right"] and half["unchanged"] > little["unchanged"]
     index, both = rows["index, 25% of the context"], rows["latents, loss, 50%; index, 25% of the context"]
     assert index["memory"]["bytes_read"] < kv < index["memory"]["bytes_per_token"]
     assert both["memory"]["bytes_read"] < index["memory"]["bytes_read"]
