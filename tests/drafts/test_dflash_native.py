@@ -76,7 +76,7 @@ def test_stored_weights_of_other_kinds(stored):
     target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
     draft = quantised(draft) if stored == "q8_0" else draft.to(torch.bfloat16)
     if stored == "rounded":  # the target's head is theirs, too
-        target.to(torch.bfloat16)
+        target = copy.deepcopy(target).to(torch.bfloat16)
         draft.use_activation_dtype(torch.bfloat16)
     fast, plain = sessions(draft, target, 2)
     text, last = tiny.tokens(2, 4), tiny.tokens(2, seed=4)
@@ -92,7 +92,7 @@ def test_stored_weights_of_other_kinds(stored):
 
 @torch.inference_mode()
 def test_rounded_activations_reach_the_block_the_context_and_the_head():
-    target, draft = tiny.target("gpt_oss").to(torch.bfloat16), drafted(**SELECTOR, head_dim=8)
+    target, draft = copy.deepcopy(tiny.target("gpt_oss")).to(torch.bfloat16), drafted(**SELECTOR, head_dim=8)
     draft.to(torch.bfloat16)
     text, last = tiny.tokens(2, 4), tiny.tokens(2, seed=4)
     aux = target(text, aux=draft.target_layer_ids).aux

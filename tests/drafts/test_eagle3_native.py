@@ -64,7 +64,7 @@ def test_proposals_are_the_modules(name, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("how", [{}, {"own_head": False, "draft_vocab_size": tiny.VOCAB}])
 def test_stored_weights_of_another_kind(shape, how):
-    target = tiny.target("gpt_oss").to(torch.bfloat16)
+    target = copy.deepcopy(tiny.target("gpt_oss")).to(torch.bfloat16)
     draft = random_eagle3(target, **how).to(torch.bfloat16)
     text, last = tiny.tokens(2, 5), tiny.tokens(2, seed=4)
     aux = target(text, aux=draft.target_layer_ids).aux
