@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
@@ -61,6 +62,8 @@ def shipped():
         "suffix": open_draft("suffix", target, tokenizer, num_draft_tokens=16),
         "ngram": open_draft("ngram", target, tokenizer),
     }
+    for draft in (drafts["dflash"].draft, drafts["dflash-tree"].draft.draft):
+        draft.use_activation_dtype(torch.float32)  # drawn tokens depend on those of a draft
     return target, tokenizer, drafts
 
 
