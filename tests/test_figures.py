@@ -107,6 +107,11 @@ def test_what_the_results_say_of_the_solver():
     assert f"and {steered['over_llama_cpp']:.2f} times llama.cpp's" in text
     assert not checked["violations"] and f"none of {checked['checked']:,} tokens is another" in text
     assert f"reaches a tau of {fixed['tau']:.2f}" in page("solver.md")
+    trained = report("solver/answers")["methods"]["DFlash 2"]["trained"]
+    assert f"{trained['steps']:,} steps in {60 * trained['hours']:.0f} minutes, reaches" in page("solver.md")
+    assert f"reaches a tau of {fixed['tau']:.1f} over" in page("howto/train.md")
+    worst = min(solved["families"], key=lambda row: row["accuracy"])
+    assert f"to {worst['accuracy']:.0%}".replace("%", " %") + f" of the {worst['family']}" in text
     costs = report("solver/answers")["costs"]["DFlash 2, greedy"]["points"][0]
     assert [round(costs[name][-1] / costs["plain"]) for name in ("verify", "draft")] == [5, 2]
     assert fixed["speedup"] < 1 and "It is no faster for all that" in page("solver.md")

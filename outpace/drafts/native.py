@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
-from outpace.models.blocks import use_activation_dtype
+from outpace.models.blocks import Linear, use_activation_dtype
 from outpace.models.native_step import MOST_ROWS
 from outpace.ops.dispatch import use_kernel
 from outpace.ops.quant import Joined, Quant, Weight
@@ -19,11 +19,11 @@ Kind = TypeVar("Kind")
 
 
 class NativeDraft(nn.Module):
-    """A module that keeps the programs of its forwards. `inv`: its rotary frequencies; `rounded`: see
-    `use_activation_dtype`."""
+    """A module that keeps the programs of its forwards. `inv`: its rotary frequencies; `fc`: what fuses the
+    target's states."""
 
     inv: Tensor
-    rounded = False
+    fc: Linear
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,11 @@ class NativeDraft(nn.Module):
         """Of what products with the weights, and a head of the target's, multiply; see
         `blocks.use_activation_dtype`."""
         use_activation_dtype(self, dtype)
-        self.rounded = dtype == torch.bfloat16
         self.native_programs.clear()
+
+    @property
+    def rounded(self) -> bool:
+        return self.fc.rounded
 
     @property
     def in_one_piece(self) -> bool:

@@ -39,5 +39,5 @@ def test_eight_lanes_pass_the_same_tests():
 @pytest.mark.skipif(not bindings.tiles(), reason="no AMX, or the system does not allow it")
 def test_tiles_for_matrices_of_any_size_pass_the_same_tests():
     """Else only those of more than 192 KiB: here models of tiny sizes have them, too."""
-    names = "kernels/test_cpu.py", "kernels/test_rounded.py", "models/test_native_step.py"
-    passes("-DTILED_FROM=0", *names)
+    kernels = "kernels/test_cpu.py", "kernels/test_rounded.py", "models/test_native_step.py"
+    passes("-DTILED_FROM=0", *kernels, "drafts/test_dflash_native.py", "drafts/test_eagle3_native.py")

@@ -66,6 +66,15 @@ def test_the_head_learns_at_its_own_rate():
     assert moved["lm_head.weight"] == pytest.approx(0.25 * 0.02, rel=1e-3)
 
 
+def test_the_attention_that_copies_learns_at_its_own_rate():
+    recipe = dataclasses.replace(SHAPE, copying=True, copying_lr=0.25, muon_lr=0.02)
+    learner = Learner(first_model(recipe, 0, None), recipe, 10)
+    learner.begin(9)
+    rest, copying = learner.muon.param_groups
+    assert copying["lr"] == 0.25 * rest["lr"] > 0 and len(copying["params"]) == 4
+    assert len(rest["params"]) == 4 * recipe.num_layers - 4
+
+
 @pytest.mark.parametrize("shape", [{"architecture": "Qwen3ForCausalLM"}, {"num_layers": 1}])
 def test_a_shape_that_cannot_copy_is_refused(shape):
     with pytest.raises(ValueError, match="copying: it takes two layers of GptOssForCausalLM"):
