@@ -461,19 +461,17 @@ def _show_gate(gate: Any) -> None:
 def _check_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.stages import compare_stages, show_stages
-    from outpace.drafts.dflash import BoundDFlash
-    from outpace.drafts.eagle3_decode import BoundEagle3
     from outpace.formats.load import read_draft
-    from outpace.loading import draft_folder, loaded_files, open_draft, open_target
+    from outpace.loading import draft_folder, loaded_files, open_target, open_weights
     from outpace.text.corpus import read_corpus, split
 
     loaded, tokenizer = open_target(target)
-    bound = open_draft(draft, loaded, tokenizer)
-    if not isinstance(bound, BoundDFlash | BoundEagle3):
+    weights = open_weights(draft, loaded, tokenizer)  # activations in float32, as in the equations
+    if weights is None:
         raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
     files = read_draft(draft_folder(draft), loaded_files(loaded, tokenizer))[1]
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 65)
-    result = compare_stages(bound.draft, files, loaded, texts)
+    result = compare_stages(weights, files, loaded, texts)
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
     else:
