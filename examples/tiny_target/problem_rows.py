@@ -1,14 +1,17 @@
 """Training rows of generated problems: conversations in Harmony, cut into batches of like lengths."""
 
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.ops.attention import Packed
+from outpace.ops.moe import ROUNDED
 from outpace.tasks.families import FAMILIES
 from outpace.tasks.lookups import asked_for, document
 from outpace.tasks.measures import DAYS
@@ -115,27 +118,39 @@ class Lessons:
         return self._row(rng, joined([problem.conversation(effort) for problem in (*before, last)]))
 
     def _series(self, rng: random.Random, effort: str, problem: Problem) -> TrainingRow:
-        """The problem and further ones, as if a conversation's history kept the analysis."""
-        first = self._row(rng, problem.conversation(effort))
-        head = len(self.tokens.encode(settings_pieces(problem.prompt(effort))))
-        ids, mask = list(first.ids), list(first.mask)
-        while True:
-            row = rows(self._short(rng).conversation(effort), self.tokens)[-1]
-            if len(ids) + len(row.ids) - head > SERIES:
-                return replace(first, ids=ids, mask=mask)
-            ids[-1], mask[-1] = self.tokens.ids[Mark.END], False  # `<|return|>` is the last answer's alone
-            ids += row.ids[head:]
-            mask += row.mask[head:]
+        further = iter(lambda: self._short(rng), None)
+        return self._one_after_another(rng, effort, problem, further, SERIES)
 
     def _about_document(self, rng: random.Random) -> TrainingRow:
-        """One document and all its codes, asked for in any order, each answer on its own turn."""
+        """One document and all its codes, asked for in any order."""
         while True:
             text, codes = document(rng, rng.randint(40, self.mix.longest // 10))
             asked = [asked_for(owner, code) for owner, code in rng.sample(list(codes.items()), len(codes))]
-            asked[0] = replace(asked[0], question=f"{text}\n{asked[0].question}")
-            if not asked[0].held_out:
+            first = replace(asked[0], question=f"{text}\n{asked[0].question}")
+            if not first.held_out:
+                return self._one_after_another(rng, rng.choice(EFFORTS[1:]), first, asked[1:])
+
+    def _one_after_another(
+        self,
+        rng: random.Random,
+        effort: str,
+        first: Problem,
+        further: Iterable[Problem],
+        most: float = math.inf,
+    ) -> TrainingRow:
+        """Problems in a row of at most so many tokens, each with its trace, as if a conversation's history
+        kept the analysis."""
+        whole = self._row(rng, first.conversation(effort))
+        head = len(self.tokens.encode(settings_pieces(first.prompt(effort))))
+        ids, mask = list(whole.ids), list(whole.mask)
+        for problem in further:
+            row = rows(problem.conversation(effort), self.tokens)[-1]
+            if len(ids) + len(row.ids) - head > most:
                 break
-        return every_turn(rows(joined([problem.conversation("low") for problem in asked]), self.tokens))
+            ids[-1], mask[-1] = self.tokens.ids[Mark.END], False  # `<|return|>` is the last answer's alone
+            ids += row.ids[head:]
+            mask += row.mask[head:]
+        return replace(whole, ids=ids, mask=mask)
 
 
 def _chosen(rng: random.Random, weights: dict[str, float]) -> str:
@@ -159,16 +174,6 @@ def with_settings(rng: random.Random, conversation: Conversation) -> Conversatio
 def joined(conversations: Sequence[Conversation]) -> Conversation:
     """One conversation of the turns of several, with the settings of the last."""
     return replace(conversations[-1], messages=sum((c.messages for c in conversations), ()))
-
-
-def every_turn(turns: Sequence[TrainingRow]) -> TrainingRow:
-    """One row for all turns of a conversation without analysis, where each begins with all of the one before.
-    The ends of earlier answers are not supervised: only the last is `<|return|>`, the others are context."""
-    whole = turns[-1]
-    mask = list(whole.mask)
-    for turn in turns[:-1]:
-        mask[: len(turn.mask) - 1] = [a or b for a, b in zip(mask, turn.mask[:-1], strict=False)]
-    return replace(whole, mask=mask)
 
 
 LESSONS = *FAMILIES, DOCUMENT
@@ -198,7 +203,7 @@ def batch(examples: Sequence[Example], pad: int) -> Batch:
 
 
 def packs(examples: Sequence[Example], tokens: int) -> Iterator[Batch]:
-    """Batches of about `tokens` inputs at most, one row at least, without padding."""
+    """Batches of about `tokens` inputs at most, one row at least."""
     some, total = list[Example](), 0
     for example in examples:
         if some and total + len(example.row.ids) > tokens:
@@ -210,14 +215,16 @@ def packs(examples: Sequence[Example], tokens: int) -> Iterator[Batch]:
 
 
 def pack(examples: Sequence[Example]) -> Batch:
-    """All rows in one, and where each of them lies."""
+    """All rows in one, and where each of them lies, and then padding as a row of its own."""
     single = [batch([example], 0) for example in examples]
+    lengths = [b.inputs.shape[1] for b in single]
+    padding = -sum(lengths) % ROUNDED
     return Batch(
-        torch.cat([b.inputs for b in single], 1),
-        torch.cat([b.labels for b in single], 1),
+        F.pad(torch.cat([b.inputs for b in single], 1), (0, padding)),
+        F.pad(torch.cat([b.labels for b in single], 1), (0, padding), value=UNSUPERVISED),
         sum((b.families for b in single), ()),
         sum((b.supervised for b in single), ()),
-        Packed.of([b.inputs.shape[1] for b in single]),
+        Packed.of([*lengths, padding] if padding else lengths),
     )
 
 

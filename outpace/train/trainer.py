@@ -229,7 +229,7 @@ NS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
-    """[..., N, K] -> the nearest semi-orthogonal matrices, roughly (singular values in 0.7..1.2)."""
+    """[n, N, K] -> the nearest semi-orthogonal matrices, roughly (singular values in 0.7..1.2)."""
     a, b, c = NS
     x = g.to(product_dtype(g.device))
     wide = x.shape[-2] > x.shape[-1]
@@ -237,7 +237,7 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         s = x @ x.mT
-        x = a * x + (b * s + c * s @ s) @ x
+        x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return (x.mT if wide else x).to(g.dtype)
 
 
