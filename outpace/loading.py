@@ -256,34 +256,47 @@ def open_chat(
 def chat_prompts(
     path: Path, name: str, tokenizer: Tokenizer, eos: frozenset[int]
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """A JSONL file of conversations (OpenAI's `messages` and `tools` on every line) -> token ids of each, in
-    the chat format of the checkpoint `name`, up to its last message of a user or a tool, which the model
-    answers; and the tokens where an answer ends.
+    """A JSONL file of conversations (OpenAI's `messages` and `tools` on every line) -> token ids, in the chat
+    format of the checkpoint `name`, of each up to every message of a user or a tool that the model answers;
+    and the tokens where an answer ends.
 
     Raises ValueError that names the file, the line and the field.
     """
     chat = open_chat(name, tokenizer, eos)
 
-    def prompt(value: Any) -> list[int]:
+    def prompts(value: Any) -> list[list[int]]:
         conversation = parse_conversation(value, system=System(current_date=None))
         if isinstance(chat, HarmonyChat):
-            asked = conversation.messages[: _asked([m.role for m in conversation.messages])]
-            return prompt_ids(replace(conversation, messages=asked), chat.tokens)
+            turns = _turns([m.role for m in conversation.messages])
+            return [
+                prompt_ids(replace(conversation, messages=conversation.messages[:turn]), chat.tokens)
+                for turn in turns
+            ]
         assert isinstance(chat, TemplateChat)
         messages = value if isinstance(value, list) else value["messages"]
-        chat.messages = [dict(m) for m in messages[: _asked([m["role"] for m in messages])]]
         chat.tools = None if isinstance(value, list) else value.get("tools")
-        return chat.prompt()
+        some = []
+        for turn in _turns([m["role"] for m in messages]):
+            chat.messages = [dict(m) for m in messages[:turn]]
+            some.append(chat.prompt())
+        return some
 
-    prompts = [ids for _, ids in read_lines(path, prompt)]
-    if not prompts:
+    found = [ids for _, some in read_lines(path, prompts) for ids in some]
+    if not found:
         raise ValueError(f"{path} holds no conversation: write one on every line")
-    return prompts, chat.stop
+    return found, chat.stop
 
 
-def _asked(roles: list[str]) -> int:
-    """How many messages there are up to the last that the model answers."""
-    asked = [i + 1 for i, role in enumerate(roles) if role in ("user", "tool")]
-    if not asked:
+def _turns(roles: list[str]) -> list[int]:
+    """How many messages there are up to each that the model answers: the last of a user or a tool before a
+    message of its own, or before the end."""
+    turns, asked = list[int](), 0
+    for i, role in enumerate([*roles, "assistant"]):
+        if role in ("user", "tool"):
+            asked = i + 1
+        elif role == "assistant" and asked:
+            turns.append(asked)
+            asked = 0
+    if not turns:
         raise ValueError("messages: none is a user's or a tool's, so there is nothing to answer")
-    return asked[-1]
+    return turns

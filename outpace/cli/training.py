@@ -212,7 +212,7 @@ def teacher_build(
 ) -> None:
     """Build a teacher cache: the target's answers to prompts, with hidden states. Resumes.
 
-    Prompts are stretches of the corpus, or with --prompts conversations up to the model's turn.
+    Prompts are stretches of the corpus, or with --prompts conversations up to each turn of the model's.
 
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml

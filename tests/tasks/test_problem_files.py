@@ -45,13 +45,17 @@ def test_the_command_writes_problems_and_prompts_are_made_of_them(monkeypatch, c
     assert file.read_bytes() == first
     prompts, stop = chat_prompts(file, "unused", tokens.tokenizer, frozenset())
     lines = [json.loads(line) for line in first.decode().splitlines()]
-    assert stop == tokens.stop and len(prompts) == 9
-    for line, prompt in zip(lines, prompts, strict=True):
-        text = tokens.tokenizer.decode(prompt, skip_special_tokens=False)
-        assert text.endswith("<|start|>assistant") and line["messages"][0]["content"] in text
-        answered = line["messages"][-1]["content"]
-        assert f"final<|message|>{answered}" not in text
-        assert ("<|call|>" in text) == ("tools" in line)  # up to the function's result
+    assert stop == tokens.stop
+    texts = [tokens.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
+    for line in lines:
+        call, *result = texts[: 2 if "tools" in line else 1]
+        del texts[: 1 + len(result)]
+        for text in (call, *result):
+            assert text.endswith("<|start|>assistant") and line["messages"][0]["content"] in text
+            answered = line["messages"][-1]["content"]
+            assert f"final<|message|>{answered}" not in text
+        assert "<|call|>" not in call and all("<|call|>" in text for text in result)
+    assert not texts
 
 
 def test_prompts_of_a_target_with_a_chat_template(tmp_path, tokens):
@@ -62,11 +66,16 @@ def test_prompts_of_a_target_with_a_chat_template(tmp_path, tokens):
         "{% if add_generation_prompt %}[bot]{% endif %}"
     )
     file = tmp_path / "chats.jsonl"
-    chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]] * 2
+    asked, answered = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    chats = [[asked, answered], [{"role": "system", "content": "S"}, asked, asked, answered, asked]]
     file.write_text("\n".join([json.dumps(chats[0]), json.dumps({"messages": chats[1]})]))
     without = Tokenizer.from_str(tokens.tokenizer.to_str().replace("<|channel|>", "<|other|>"))
     prompts, stop = chat_prompts(file, str(tmp_path / "target"), without, frozenset({3}))
-    assert [without.decode(ids) for ids in prompts] == ["[user]Hi[bot]"] * 2 and stop == {3}
+    texts = ["[user]Hi[bot]", "[system]S[user]Hi[user]Hi[bot]"]
+    assert [without.decode(ids) for ids in prompts] == [
+        *texts,
+        "[system]S[user]Hi[user]Hi[assistant]Ho[user]Hi[bot]",
+    ] and stop == {3}
 
 
 @pytest.mark.parametrize(
