@@ -264,7 +264,7 @@ def chat_prompts(
     """
     chat = open_chat(name, tokenizer, eos)
 
-    def prompts(value: Any) -> list[list[int]]:
+    def of_line(value: Any) -> list[list[int]]:
         conversation = parse_conversation(value, system=System(current_date=None))
         if isinstance(chat, HarmonyChat):
             turns = _turns([m.role for m in conversation.messages])
@@ -281,15 +281,15 @@ def chat_prompts(
             some.append(chat.prompt())
         return some
 
-    found = [ids for _, some in read_lines(path, prompts) for ids in some]
-    if not found:
+    prompts = [ids for _, some in read_lines(path, of_line) for ids in some]
+    if not prompts:
         raise ValueError(f"{path} holds no conversation: write one on every line")
-    return found, chat.stop
+    return prompts, chat.stop
 
 
 def _turns(roles: list[str]) -> list[int]:
-    """How many messages there are up to each that the model answers: the last of a user or a tool before a
-    message of its own, or before the end."""
+    """How many messages there are up to each that the model answers: the last of a user or a tool before an
+    assistant's, or before the end."""
     turns, asked = list[int](), 0
     for i, role in enumerate([*roles, "assistant"]):
         if role in ("user", "tool"):
