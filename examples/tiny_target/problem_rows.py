@@ -215,7 +215,7 @@ def packs(examples: Sequence[Example], tokens: int) -> Iterator[Batch]:
 
 
 def pack(examples: Sequence[Example]) -> Batch:
-    """All rows in one, and where each of them lies, and then padding as a row of its own."""
+    """All rows in one, padding as the last of them, and where each lies."""
     single = [batch([example], 0) for example in examples]
     lengths = [b.inputs.shape[1] for b in single]
     padding = -sum(lengths) % ROUNDED
