@@ -70,8 +70,9 @@ def fake_quantize(weight: Tensor) -> Tensor:
     """What `unpack(*pack(weight))` gives, with the gradient passed straight through."""
     with torch.no_grad():
         groups, exponent = _scaled(weight)
-        table = torch.tensor(E2M1, device=weight.device)
-        rounded = table[_nearest(groups.abs()).int()].copysign(groups)
+        size = groups.abs()
+        step = 0.5 + 0.5 * (size >= 2) + (size >= 4)  # of E2M1; ties to the even multiple are the even codes
+        rounded = torch.round(groups / step).mul_(step).clamp_(-E2M1[-1], E2M1[-1])
         rounded = torch.ldexp(rounded, exponent[..., None]).flatten(-2).to(weight.dtype)
     return weight + (rounded - weight).detach()
 

@@ -81,11 +81,12 @@ def test_extremes():
 
 
 def test_training_feels_the_rounding_and_passes_the_gradient():
-    x = torch.randn(3, 64, requires_grad=True)
+    ties = torch.arange(-64, 64).view(-1, 32) / 8.0  # every midpoint of E2M1 and what lies around them
+    x = torch.cat((ties, torch.randn(6, 32))).requires_grad_()
     rounded = mxfp4.fake_quantize(x)
     # x + (rounded - x) is rounded again, in float32
     assert torch.allclose(rounded, mxfp4.unpack(*mxfp4.pack(x.detach())), rtol=1e-6, atol=1e-7)
-    weight = torch.randn(3, 64)
+    weight = torch.randn(10, 32)
     (rounded * weight).sum().backward()
     assert torch.equal(x.grad, weight)
 
