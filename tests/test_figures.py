@@ -113,15 +113,17 @@ def test_what_the_results_say_of_the_solver():
     worst = min(solved["families"], key=lambda row: row["accuracy"])
     assert f"to {worst['accuracy']:.0%}".replace("%", " %") + f" of the {worst['family']}" in text
     costs = report("solver/answers")["costs"]["DFlash 2, greedy"]["points"][0]
-    assert [round(costs[name][-1] / costs["plain"]) for name in ("verify", "draft")] == [5, 2]
-    assert fixed["speedup"] < 1 and "It is no faster for all that" in page("solver.md")
+    verify, draft = (costs[name][-1] / costs["plain"] for name in ("verify", "draft"))
+    assert 4 < verify < 5 and round(draft) == 2 and round(verify + draft) == 6
+    assert fixed["speedup"] < 1.1 and "the draft by itself brings little" in page("solver.md")
     rows = [
         row
         for row in report("solver/answers")["results"]
         if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
     ]
-    worst = min(row["speedup"] for row in rows if row["answer_tokens"] < 40)
-    assert f"which takes up to {1 - worst:.0%}".replace("%", " %") + " of their time" in page("solver.md")
+    assert min(row["speedup"] for row in rows) > 0.99 and "loses more than a hundredth" in page("solver.md")
+    idle = [row["tau"] for row in rows if row["family"] in ("strings", "code edits")]
+    assert max(idle) < 1.2 and "none in strings and edits of code" in page("solver.md")
 
 
 def test_what_the_results_say_of_answers_with_less_memory():
@@ -130,9 +132,10 @@ def test_what_the_results_say_of_answers_with_less_memory():
     assert all(rows[name]["unchanged"] == rows[name]["of"] == 320 for name in same)
     assert "all of 320 answers stay the same" in page("results.md")
     half, lossy = rows["latents, loss, 50%"], rows["partial KV of 64 tokens, lossy"]
-    assert half["right"] + 1 == rows["original"]["right"] == rows["float16"]["right"]
-    assert f"one right answer of {rows['original']['right']} is" in page("solver.md")
-    assert round(320 / (320 - half["unchanged"])) == 18 and "one answer in eighteen" in page("solver.md")
+    assert half["right"] + 1 == rows["float16"]["right"] + 1 == rows["original"]["right"]
+    assert f"one right answer of {rows['original']['right']} is lost" in page("solver.md")
+    needles = next(row for row in report("solver/tasks")["families"] if row["family"] == "needles")
+    assert 0.6 < needles["accuracy"] < 0.7 and "a third of those is not solved" in page("solver.md")
     assert 0.45 < 1 - lossy["unchanged"] / 320 < 0.5 and "nearly half of the answers" in page("solver.md")
 
 
