@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +25,7 @@ from examples.tiny_target.problem_rows import (
 )
 from outpace.models.decoder import Decoder
 from outpace.ops import ranks
+from outpace.ops.moe import ROUNDED
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.sft_rows import rows
@@ -66,9 +68,10 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict
         own = families.repeat_interleave(torch.tensor(batch.supervised)).to(device)
         packed = None if batch.packed is None else batch.packed.to(device)
         out = model(batch.inputs.to(device), routing=True, packed=packed)
-        states = out.hidden.flatten(0, 1).index_select(0, places)
-        shares = torch.full(labels.shape, 1 / supervised, device=device)
-        rows = block_losses("ce", states, model.dense_head, labels, weights=shares)
+        padding = (0, -len(labels) % ROUNDED)  # rows without weight
+        states = out.hidden.flatten(0, 1).index_select(0, F.pad(places, padding))
+        shares = F.pad(torch.full(labels.shape, 1 / supervised, device=device), padding)
+        rows = block_losses("ce", states, model.dense_head, F.pad(labels, padding), weights=shares)
         assert rows.total is not None
         loss = rows.total
         sums["loss"] += loss.detach()
@@ -78,7 +81,8 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict
             sums["balance"] += balance.detach()
             loss = loss + recipe.balance * balance
         loss.backward()  # type: ignore[no-untyped-call]
-        counted = torch.stack((rows.nll, torch.ones_like(rows.nll)), 1)
+        nll = rows.nll[: len(labels)]
+        counted = torch.stack((nll, torch.ones_like(nll)), 1)
         sums["families"].index_add_(0, own, counted)
     sums = {name: ranks.total(x) for name, x in sums.items()}
     return sums | {"tokens": torch.tensor(fed), "supervised": torch.tensor(supervised)}
