@@ -42,12 +42,14 @@ class Example:
 @dataclass(frozen=True)
 class Batch:
     """Rows of like lengths, padded at their ends: inputs and labels [B, L] int64, `families`, and how many
-    tokens each row supervises; or with `packed` rows end to end, inputs and labels [1, N]."""
+    tokens each row supervises; or with `packed` rows end to end, inputs and labels [1, N], where only the
+    first `tokens` are no padding."""
 
     inputs: Tensor
     labels: Tensor
     families: tuple[str, ...]
     supervised: tuple[int, ...]
+    tokens: int
     packed: Packed | None = None
 
 
@@ -199,7 +201,7 @@ def batch(examples: Sequence[Example], pad: int) -> Batch:
         inputs[i, : len(own)] = ids[:-1]
         labels[i, : len(own)] = ids[1:].masked_fill(~own, UNSUPERVISED)
     supervised = tuple(sum(example.row.mask[1:]) for example in examples)
-    return Batch(inputs, labels, tuple(example.family for example in examples), supervised)
+    return Batch(inputs, labels, tuple(example.family for example in examples), supervised, inputs.numel())
 
 
 def packs(examples: Sequence[Example], tokens: int) -> Iterator[Batch]:
@@ -224,6 +226,7 @@ def pack(examples: Sequence[Example]) -> Batch:
         F.pad(torch.cat([b.labels for b in single], 1), (0, padding), value=UNSUPERVISED),
         sum((b.families for b in single), ()),
         sum((b.supervised for b in single), ()),
+        sum(lengths),
         Packed.of([*lengths, padding] if padding else lengths),
     )
 

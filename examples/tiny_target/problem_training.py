@@ -56,7 +56,7 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict
     """Adds this process's gradients of the mean loss on the supervised tokens of all packs; -> sums over all,
     on the model's device: loss, balance, and `families`, the loss and tokens of each of `LESSONS` [n,2]."""
     supervised = sum(sum(batch.supervised) for batch in some)
-    fed = sum(batch.inputs.numel() for batch in some)
+    fed = sum(batch.tokens for batch in some)
     device = model.device
     sizes = {"loss": (), "balance": (), "families": (len(LESSONS), 2)}
     sums = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
@@ -76,8 +76,8 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict
         loss = rows.total
         sums["loss"] += loss.detach()
         if out.routing:
-            share = batch.inputs.numel() / fed
-            balance = balance_loss(out.routing, recipe.experts_per_token) * share
+            routing = [logits[: batch.tokens] for logits in out.routing]
+            balance = balance_loss(routing, recipe.experts_per_token) * (batch.tokens / fed)
             sums["balance"] += balance.detach()
             loss = loss + recipe.balance * balance
         loss.backward()  # type: ignore[no-untyped-call]

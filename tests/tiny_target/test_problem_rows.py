@@ -82,7 +82,10 @@ def test_a_series_has_all_traces_and_one_set_of_settings():
 def test_all_codes_of_a_document_are_asked_for_and_supervised():
     for example in drawn(5, documents=1.0):
         assert example.family == DOCUMENT
-        codes = [m.content for m in messages(example) if m.channel == "final"]
+        whole = messages(example)
+        codes = [m.content for m in whole if m.channel == "final"]
+        quoted = [m.content for m in whole if m.channel == "analysis"]
+        assert all(code in quote for code, quote in zip(codes, quoted, strict=True))
         spans = [TOKENS.tokenizer.decode(ids) for own, ids in example.row.spans() if own]
         assert len(codes) > 2 and [span.count(code) for span, code in zip(spans, codes, strict=True)]
         assert all(code in span for span, code in zip(spans, codes, strict=True))

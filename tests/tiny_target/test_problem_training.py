@@ -23,7 +23,6 @@ from examples.tiny_target.problem_training import (
 )
 from outpace.loading import open_target
 from outpace.models.save import dense_tensors
-from outpace.ops.moe import ROUNDED
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
@@ -128,7 +127,7 @@ def test_the_command_makes_a_checkpoint_and_goes_on_from_it(tokenizer, tmp_path)
 
 
 def test_rows_end_to_end_teach_what_each_teaches_alone(tokenizer):
-    recipe, pad = ProblemRecipe(**MICRO, mix=MIX, balance=0.0), token_id(tokenizer, END_OF_TEXT)
+    recipe, pad = ProblemRecipe(**MICRO, mix=MIX), token_id(tokenizer, END_OF_TEXT)
     model = first_model(recipe, pad, None)
     with torch.no_grad():
         for p in model.parameters():
@@ -143,10 +142,9 @@ def test_rows_end_to_end_teach_what_each_teaches_alone(tokenizer):
     alone, end = metrics
     assert alone["loss"] == pytest.approx(end["loss"], rel=1e-5)
     assert alone["families"] == pytest.approx(end["families"], rel=1e-4)
-    fed = sum(len(e.row.ids) - 1 for e in drawn)
-    assert alone["tokens"] == fed <= end["tokens"] < fed + len(some) * ROUNDED
-    for a, b in zip(*gradients, strict=True):  # without balance, which is of a batch's tokens and padding
-        assert (a - b).norm() < 1e-4 * b.norm() + 1e-6
+    assert alone["tokens"] == end["tokens"] == sum(len(e.row.ids) - 1 for e in drawn)
+    for a, b in zip(*gradients, strict=True):  # balance is of a batch's own tokens, and so differs
+        assert (a - b).norm() < 0.01 * b.norm() + 1e-6
 
 
 def test_another_process_makes_the_same_steps(tokenizer):
