@@ -126,6 +126,15 @@ def test_what_the_results_say_of_the_solver():
     assert max(idle) < 1.2 and "none in strings and edits of code" in page("solver.md")
 
 
+def test_tokens_that_the_solver_has_seen():
+    second = json.loads((ROOT / "examples/tiny_target/solver/provenance.json").read_text(encoding="utf-8"))
+    first = second["started_from"]
+    assert f"{first['steps']:,} steps by two processes" in page("solver.md")
+    assert f"{second['steps']:,} steps on from there" in page("solver.md")
+    millions = (first["tokens"] + 0.988 * second["tokens"]) / 1e6  # the second counted its padding
+    assert f"has seen {millions:.0f} million tokens" in page("solver.md")
+
+
 def test_what_the_results_say_of_answers_with_less_memory():
     rows = {row["name"]: row for row in report("solver/memory-answers")["rows"]}
     same = ("latents, loss, 75%", *(f"partial KV of {n} tokens, lossless" for n in (128, 64)))
