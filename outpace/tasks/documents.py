@@ -71,7 +71,8 @@ def nest(rng: random.Random, size: int) -> Problem:
     name = rng.choice(["data", "details", "info"])
     question = f'Move {" and ".join(keys)} under a new key "{name}", the last: {json.dumps(it)}'
     nested = {key: it[key] for key in it if key not in keys} | {name: {key: it[key] for key in keys}}
-    return Problem(question=question, trace=f"{name}: {' '.join(keys)}", answer=json.dumps(nested))
+    steps = [f'"{key}": {"yes" if key in keys else "no"}' for key in it]
+    return Problem(question=question, trace=quoting("{", steps), answer=json.dumps(nested))
 
 
 def keep_records(rng: random.Random, size: int) -> Problem:

@@ -13,37 +13,45 @@ FILLERS = (
 
 
 def table(rng: random.Random, size: int) -> Problem:
-    """A table in Markdown: one cell of a row, or the row of a cell."""
+    """A table in Markdown: one cell of a row, or the row of a cell. To find the row of a cell, the trace
+    reads the table from its top up to that cell; the row of a name it finds at once."""
     names = rng.sample(NAMES, size)
     cities, ages = rng.sample(CITIES, size), rng.sample(range(10, 100), size)
     rows = [f"| {n} | {c} | {a} |" for n, c, a in zip(names, cities, ages, strict=True)]
     text = lines(["| name | city | number |", "|---|---|---|", *rows])
     i = rng.randrange(size)
-    question, answer = rng.choice(
+    up_to_city = lines([*rows[:i], f"| {names[i]} | {cities[i]}"])
+    question, answer, trace = rng.choice(
         [
-            (f"Which city has {names[i]}?", cities[i]),
-            (f"Which number has {names[i]}?", str(ages[i])),
-            (f"Whose city is {cities[i]}?", names[i]),
-            (f"Whose number is {ages[i]}?", names[i]),
+            (f"Which city has {names[i]}?", cities[i], rows[i]),
+            (f"Which number has {names[i]}?", str(ages[i]), rows[i]),
+            (f"Whose city is {cities[i]}?", names[i], up_to_city),
+            (f"Whose number is {ages[i]}?", names[i], f"{up_to_city} | {ages[i]}"),
         ]
     )
-    return Problem(question=f"{text}\n{question}", trace=rows[i], answer=answer)
+    return Problem(question=f"{text}\n{question}", trace=trace, answer=answer)
 
 
 def sets(rng: random.Random, size: int) -> Problem:
+    """Which of some words are in a set, or are not. What follows a word, a comma or another word, says where
+    it stands, and the trace writes each as the set does: to look a word up is then one step of copying."""
     words = rng.sample(THINGS, min(len(THINGS), size + 3))
     cut = len(words) // 2
     shared = rng.sample(words, 2)
-    first = [w for w in words[:cut] if w not in shared] + shared
-    second = [w for w in words[cut:] if w not in shared] + shared
-    rng.shuffle(first)
-    rng.shuffle(second)
-    both = rng.random() < 0.5
-    steps = [f"{word} {'yes' if word in second else 'no'}" for word in first]
-    kept = [word for word in first if (word in second) == both]
-    which = "in both sets" if both else "in A and not in B"
-    question = f"A: {' '.join(first)}\nB: {' '.join(second)}\nWhich words are {which}? In the order of A."
-    return Problem(question=question, trace=quoting("A: ", steps), answer=" ".join(kept))
+    asked = [w for w in words[:cut] if w not in shared] + shared
+    members = [w for w in words[cut:] if w not in shared] + shared
+    rng.shuffle(asked)
+    rng.shuffle(members)
+    inside = rng.random() < 0.5
+    steps = [f"{word} {'yes' if word in members else 'no'}" for word in asked]
+    kept = [word for word in asked if (word in members) == inside]
+    which = "in the set" if inside else "not in the set"
+    question = f"Which of these words are {which}? In this order: {' '.join(asked)}"
+    return Problem(
+        question=f"Set: {', '.join(members)}.\n{question}",
+        trace=quoting(": ", [" ".join(steps)]),
+        answer=" ".join(kept),
+    )
 
 
 def tables(rng: random.Random, size: int) -> Problem:

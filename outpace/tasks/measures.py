@@ -1,6 +1,7 @@
 """Dates, times of day and units."""
 
 import random
+from calendar import monthrange
 from datetime import date, timedelta
 
 from outpace.tasks.problem import Problem, lines
@@ -20,21 +21,19 @@ def clock(minutes: int) -> str:
 
 
 def later_date(rng: random.Random, size: int) -> Problem:
-    """`size`: months that the days may cross, roughly."""
+    """`size`: months that the days may cross, roughly. The trace counts days from the start of the first
+    month and takes off the length of one month a line."""
     start = date(2000, 1, 1) + timedelta(days=rng.randrange(40 * 365))
     days = rng.randint(1, 28 * size)
-    steps, day, left = [], start, days
-    while left:
-        following = (day.replace(day=1) + timedelta(days=32)).replace(day=1)
-        rest = (following - day).days - 1  # days that are left in the month
-        if left <= rest:
-            steps.append(f"{day}: {day.day}+{left}={day.day + left}")
-            day, left = day + timedelta(days=left), 0
-        else:
-            steps.append(f"{day}: {rest} days to its end, {left}-{rest}-1={left - rest - 1}")
-            day, left = following, left - rest - 1
+    month, count = start, start.day + days
+    steps = [f"{month:%Y-%m}: {start.day}+{days}={count}"]
+    while count > (length := monthrange(month.year, month.month)[1]):
+        month = (month.replace(day=1) + timedelta(days=32)).replace(day=1)
+        steps.append(f"{month:%Y-%m}: {count}-{length}={count - length}")
+        count -= length
     form = rng.choice(["What date is {} days after {}?", "Which day comes {} days after {}?"])
-    return Problem(question=form.format(days, start), trace=lines(steps), answer=str(day))
+    answer = str(month.replace(day=count))
+    return Problem(question=form.format(days, start), trace=lines(steps), answer=answer)
 
 
 def weekday(rng: random.Random, size: int) -> Problem:

@@ -273,9 +273,21 @@ def test_tables_and_sets():
         column = {"city": 1, "number": 2}[asked.split()[1]]
         assert problem.answer == (row[0] if asked.startswith("Whose") else row[column])
     for problem in drawn(sets):
-        first, second = (set(line.split()[1:]) for line in problem.question.splitlines()[:2])
-        both = "both" in problem.question
-        assert set(problem.answer.split()) == (first & second if both else first - second)
+        first, second = problem.question.splitlines()
+        members, asked = set(re.findall(r"\w+", first)[1:]), second.split(": ")[1].split()
+        inside = "not in the set" not in second
+        assert problem.answer.split() == [word for word in asked if (word in members) == inside]
+
+
+def test_the_row_of_a_cell_is_read_from_the_tables_top():
+    for problem in drawn(table, sizes=(4, 14)):
+        *rows, asked = problem.question.splitlines()[2:]
+        cell = asked.rstrip("?").split()[-1]
+        if asked.startswith("Whose"):
+            read = "\n".join(rows)
+            assert problem.trace == read[: read.index(f"| {cell} |") + len(f"| {cell}")]
+        else:
+            assert problem.trace == next(row for row in rows if cell in row.split())
 
 
 def test_needles():
