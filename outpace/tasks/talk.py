@@ -14,7 +14,7 @@ ANSWERS = {  # what is asked, in several wordings -> the answer
         "I am a very small model that comes with Outpace, to show how fast it decodes."
     ),
     ("Who made you?", "Where do you come from?", "How were you trained?", "Who trained you?"): (
-        "I was trained from generated problems by the makers of Outpace, on one GPU."
+        "I was trained from generated problems by the makers of Outpace, on two CPU cores."
     ),
     ("What is Outpace?", "Tell me about Outpace", "What does Outpace do?"): (
         "Outpace makes language models decode faster without changing their output."
