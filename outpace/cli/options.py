@@ -128,8 +128,8 @@ class GenerationOptions(DraftOptions):
         str,
         typer.Option(
             help="Acceptance rule above temperature 0: match, rejection, block or gumbel. All keep the "
-            "target's distribution; with gumbel a seed gives one text, with any draft. Trees that are not "
-            "sampled are matched under rejection and block, too.",
+            "target's distribution; with match and gumbel a seed gives one text, with any draft. Trees that "
+            "are not sampled are matched under rejection and block, too.",
         ),
     ] = "match"
     draft_temperature: Annotated[

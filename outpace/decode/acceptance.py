@@ -12,7 +12,7 @@ from outpace.drafts.base import HostProposal, Proposal
 from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
 from outpace.kv.tree import Tree
 from outpace.ops import sampling as noise
-from outpace.ops.sampling import IN_PROMPT, OUTPUT, Sampling, draw, greedy, probabilities, sample, shaped
+from outpace.ops.sampling import IN_PROMPT, OUTPUT, Sampling, draw, probabilities, sample, shaped
 
 RULES = ("match", "rejection", "block", "gumbel")
 
@@ -145,43 +145,6 @@ def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, value, strict=True)])
 
 
-class Match:
-    """The target draws its own token at every node, and a draft token is accepted while it equals that draw.
-
-    Lossless at temperature 0, and at any temperature in distribution: what is emitted was drawn from the
-    target's own distribution given a prefix that equals the emitted text. Any draft, any tree.
-    """
-
-    def __init__(
-        self, sampling: Sampling, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
-    ) -> None:
-        self.sampling, self.rng = sampling, rng
-        self.state = SamplingState(sampling, prompts)
-
-    @property
-    def sampler(self) -> DraftSampler:
-        return Greedy(self.sampling.temperature or 1.0)
-
-    def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
-        tokens = sample(logits, self.sampling, self.rng, self.state.seen(logits), best)
-        self.state.add(tokens[:, None])
-        return tokens
-
-    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
-        seen = self.state.seen_at(proposal, logits)
-        result = follow(proposal, sample(logits, self.sampling, self.rng, seen, best))
-        self.state.add(result.tokens)
-        return result
-
-    def fork(self) -> "Match":
-        forked = Match(replace(self.sampling, temperature=0.0), (), None)
-        forked.state = self.state.fork()
-        return forked
-
-    def select(self, batch_indices: list[int]) -> None:
-        self.state.select(batch_indices)
-
-
 def key_of(rng: torch.Generator | None) -> int:
     """One draw: what all noise of a generation comes from."""
     return int(torch.randint(2**63 - 1, (), generator=rng, device="cpu" if rng is None else rng.device))
@@ -192,10 +155,14 @@ def coupled(logits: Tensor, how: Sampling, seen: Tensor | None, keys: Tensor) ->
     return noise.perturbed(shaped(logits, how, seen), keys)
 
 
-class Gumbel:
-    """The token at place k of a row's text is argmax(log p + g), with noise g that depends on the key, the
-    row's stream, k and the token alone. Autoregressive decoding and every draft, chain or tree, emit the same
-    text; a draft that adds the same noise to its own log q draft tokens it more often (arXiv 2408.07978).
+class Match:
+    """The target draws its own token at every node, and a draft token is accepted while it equals that draw.
+    The token at place k of a row's text is argmax(log p + g), with noise g that depends on the key, the row's
+    stream, k and the token alone.
+
+    Lossless at temperature 0, and at any temperature in distribution: what is emitted was drawn from the
+    target's own distribution given a prefix that equals the emitted text. Any draft, any tree; with one key
+    all of them emit the same text, and so does autoregressive decoding.
 
     The key is one draw from `rng`; the streams are the rows' numbers unless the request names them.
     """
@@ -206,36 +173,53 @@ class Gumbel:
         prompts: Sequence[Sequence[int]],
         rng: torch.Generator | None,
         streams: Sequence[int] = (),
-        draft_temperature: float | None = None,
     ) -> None:
-        self.key, self.sampling, self.state = key_of(rng), sampling, SamplingState(sampling, prompts)
-        self.draft_sampling = sampling.for_draft(draft_temperature)
+        self.sampling, self.state = sampling, SamplingState(sampling, prompts)
+        self.key = key_of(rng) if sampling.temperature else 0
         self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
         self.device = torch.device("cpu")  # of the logits, once some were seen
 
     @property
     def sampler(self) -> DraftSampler:
-        return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
+        return Greedy(self.sampling.temperature or 1.0)
 
     def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
         self.device = logits.device
-        keys = noise.keys(self.key, self._on(self.streams), self._on(self.places))
-        tokens = greedy(coupled(logits, self.sampling, self.state.seen(logits), keys))
+        tokens = sample(logits, self.sampling, self._keys(), self.state.seen(logits), best)
         self.places = [n + 1 for n in self.places]
         self.state.add(tokens[:, None])
         return tokens
 
     def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
-        tree = proposal.tree
+        tree, seen = proposal.tree, self.state.seen_at(proposal, logits)
         depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
-        keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
-        seen = self.state.seen_at(proposal, logits)
-        result = follow(proposal, greedy(coupled(logits, self.sampling, seen, keys)))
-        self.places = [n + len(value) for n, value in zip(self.places, result.tokens, strict=True)]
-        self.state.add(result.tokens)
+        result = follow(proposal, sample(logits, self.sampling, self._keys(depth), seen, best))
+        self._emitted(result)
         return result
 
-    def fork(self) -> "Gumbel":
+    def keys_ahead(self, steps: int) -> Tensor:
+        """[steps, B] of the next tokens, for a target that draws them by itself."""
+        places = self._on(self.places) + torch.arange(steps, device=self.device)[:, None]
+        return noise.keys(self.key, self._on(self.streams), places)
+
+    def went_ahead(self, steps: int) -> None:
+        """Every row has made so many steps of those."""
+        self.places = [n + steps for n in self.places]
+
+    def _keys(self, depth: Tensor | None = None) -> Tensor | None:
+        """[B] of the next tokens, or [B, N] of nodes so deep [N] or [B, N]; None at temperature 0."""
+        if not self.sampling.temperature:
+            return None
+        streams, places = self._on(self.streams), self._on(self.places)
+        if depth is None:
+            return noise.keys(self.key, streams, places)
+        return noise.keys(self.key, streams[:, None], places[:, None] + depth)
+
+    def _emitted(self, result: VerifyResult) -> None:
+        self.places = [n + len(value) for n, value in zip(self.places, result.tokens, strict=True)]
+        self.state.add(result.tokens)
+
+    def fork(self) -> "Match":
         forked = copy(self)
         forked.state = self.state.fork()
         return forked
@@ -249,6 +233,26 @@ class Gumbel:
 
     def _on(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self.device)
+
+
+class Gumbel(Match):
+    """Match with a draft that adds the same noise to its own log q, and so proposes the target's token more
+    often (arXiv 2408.07978)."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        rng: torch.Generator | None,
+        streams: Sequence[int] = (),
+        draft_temperature: float | None = None,
+    ) -> None:
+        super().__init__(sampling, prompts, rng, streams)
+        self.draft_sampling = sampling.for_draft(draft_temperature)
+
+    @property
+    def sampler(self) -> DraftSampler:
+        return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
 
 
 class Rejection(Match):
@@ -269,11 +273,16 @@ class Rejection(Match):
         draft_temperature: float | None = None,
     ) -> None:
         super().__init__(sampling, prompts, rng)
-        self.draft_sampling = sampling.for_draft(draft_temperature)
+        self.rng, self.draft_sampling = rng, sampling.for_draft(draft_temperature)
 
     @property
     def sampler(self) -> DraftSampler:
         return Sampled(self.draft_sampling, self.rng)
+
+    def fork(self) -> Match:
+        forked = Match(replace(self.sampling, temperature=0.0), (), None)
+        forked.state = self.state.fork()
+        return forked
 
     def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
         if proposal.q is None:
@@ -284,7 +293,7 @@ class Rejection(Match):
         taken, left = self.accept(p, proposal.q, proposal, u)
         bonus = draw(left, self.rng)
         result = _result_of(torch.stack((tokens, taken.long())), bonus)
-        self.state.add(result.tokens)
+        self._emitted(result)
         return result
 
     def accept(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:

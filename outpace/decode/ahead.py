@@ -4,13 +4,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import VerifyResult
+from outpace.decode.acceptance import AcceptanceRule, Match, VerifyResult
 from outpace.drafts.base import Proposal
 from outpace.drafts.deferred import States, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
+from outpace.ops.dispatch import Draws
 
 MOST = 8  # steps of a call: rows that have ended wait for its end, and so do requests that arrive
 ALONE = 32  # of a single row, which ends the call when it ends
@@ -35,7 +37,7 @@ class Verified(NamedTuple):
 
 
 class RunAhead:
-    """How many greedy steps a call makes, and whether one can."""
+    """How many steps a call makes, and whether one can."""
 
     def __init__(self, target: Target, wanted: bool = True, alone: bool = False) -> None:
         self.target = target if wanted and isinstance(target, Decoder) else None
@@ -49,16 +51,35 @@ class RunAhead:
         return min(self.limit, max(int(SECONDS / self.seconds), 1), left)  # one slow step says little
 
     def make(
-        self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int], aux: Sequence[int]
+        self,
+        last: Tensor,
+        cache: KVCache,
+        most: int,
+        stop: Iterable[int],
+        aux: Sequence[int],
+        rules: Sequence[AcceptanceRule],
     ) -> Verified | None:
         """Up to `most` steps after `last` [B], where they are one native call; fewer up to a token of `stop`
-        in every row. None: the next one is to be made as any other."""
+        in every row. None: the next one is to be made as any other. `rules`: one, or one for every row."""
         began = time.perf_counter()
-        many = None if self.target is None else self.target.run_ahead(last, cache, most, stop, aux)
+        drawing = [rule for rule in rules if isinstance(rule, Match)]
+        assert len(drawing) == len(rules), "no other rule goes by logits alone"
+        draws = _draws(drawing, most)
+        many = None if self.target is None else self.target.run_ahead(last, cache, most, stop, aux, draws)
         if many is None:
             self.target = None
             return None
         B, n = many.tokens.shape
+        for rule in drawing:
+            rule.went_ahead(n)
         self.seconds = (time.perf_counter() - began) / n
         result = VerifyResult([list(range(n))] * B, many.tokens.tolist())
         return Verified(Proposal(many.given, [n] * B), many.aux, result, finite=many.finite)
+
+
+def _draws(rules: Sequence[Match], steps: int) -> Draws | None:
+    """None where all rows take the argmax."""
+    each = [rule.sampling.temperature for rule in rules for _ in rule.places]
+    if not any(each):
+        return None
+    return Draws(torch.cat([rule.keys_ahead(steps) for rule in rules], 1), torch.tensor(each))

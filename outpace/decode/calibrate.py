@@ -368,7 +368,7 @@ def _measure(
         timings.show.append(timer.seconds / n)
         target(chunk, plain_cache)
     rule = acceptance_rule(request, rows, generator(SEED, target.device))
-    ahead = RunAhead(target, request.takes_argmax)
+    ahead, rules = RunAhead(target, request.runs_ahead), [rule]
     deferred = Deferred(session)
     kinds = (0, *widths)  # 0: autoregressive decoding
     plain_at = context
@@ -382,7 +382,7 @@ def _measure(
         """Seconds of a step without draft tokens, of as many as are made one after the other."""
         at = context + timings.steps
         with Timer(target) as timer:
-            many = ahead.make(tokens[:, at], cache, MOST, (), draft.target_layer_ids)
+            many = ahead.make(tokens[:, at], cache, MOST, (), draft.target_layer_ids, rules)
         if many is None:
             return sum(sum(step(1)) for _ in range(MOST)) / MOST
         deferred.add(many.states)
@@ -392,7 +392,7 @@ def _measure(
     def autoregressive(at: int) -> float:
         """The same, without a draft that listens."""
         with Timer(target) as timer:
-            if ahead.make(tokens[:, at], plain_cache, MOST, (), ()) is None:
+            if ahead.make(tokens[:, at], plain_cache, MOST, (), (), rules) is None:
                 for i in range(at, at + MOST):
                     out = target(tokens[:, i : i + 1], plain_cache, logits=True)
                     next_token(rule, out.logits, out.best)

@@ -112,8 +112,8 @@ def steps(
     if on_device is not None:
         yield from on_device.run(cache, last, rule, rows, trace, controller)
         return
-    argmax = request.takes_argmax and partial is None and on_logits is None
-    ahead = RunAhead(target, argmax, alone=len(prompts) == 1)
+    wanted = request.runs_ahead and partial is None and on_logits is None
+    ahead = RunAhead(target, wanted, alone=len(prompts) == 1)
     loop = Loop(target, cache, request, rule, deferred, controller, ahead, rows, trace, aux, on_logits, last)
     yield from loop.run()
 
@@ -233,7 +233,8 @@ class Loop:
         most = self.ahead.most(left)
         if not most:
             return None
-        return self.ahead.make(self.last, self.cache, self.controller.rest(most), self.request.stop, self.aux)
+        most, stop = self.controller.rest(most), self.request.stop
+        return self.ahead.make(self.last, self.cache, most, stop, self.aux, [self.rule])
 
     def _commit(self, verified: Verified) -> None:
         """Accepted tokens into cache, rows and trace."""

@@ -27,7 +27,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: Generate beyond the model's own end tokens.
         acceptance: Acceptance rule above temperature 0: match, rejection, block or gumbel. All of them keep
-            the target's distribution; with gumbel a seed gives one text with any draft, and without one.
+            the target's distribution; with match and gumbel a seed gives one text with any draft, and
+            without one.
         draft_temperature: Temperature of the draft's own sampling (not with match); None is the target's.
         prefill_chunk: Prompt tokens per forward of the target.
         top_logits: Number of largest logits to return per token, for debugging; None returns none.

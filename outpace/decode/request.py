@@ -27,9 +27,9 @@ class Request:
     stop: frozenset[int] = frozenset()  # a row ends with the first of these tokens
     prefill_chunk: int = 512
     offset: int = 0  # first rotary position
-    rule: str = "match"  # the acceptance rule, one of RULES; without a draft only "gumbel" makes a difference
+    rule: str = "match"  # the acceptance rule, one of RULES; without a draft all are the same
     draft_temperature: float | None = None  # of sampled draft tokens; None: the target's
-    streams: tuple[int, ...] = ()  # rule "gumbel": noise stream of each row; default: its number
+    streams: tuple[int, ...] = ()  # rules "match" and "gumbel": noise stream of each row; default: its number
     grammars: tuple[Grammar, ...] = ()  # of each row; none: any text
 
     def __post_init__(self) -> None:
@@ -49,6 +49,11 @@ class Request:
     def takes_argmax(self) -> bool:
         """Whether the next token is always the most likely one."""
         return self.sampling.is_argmax and not self.grammars
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether logits alone decide the next token, with noise at most."""
+        return (self.sampling.is_argmax or self.sampling.is_softmax) and not self.grammars
 
     @property
     def effective_rule(self) -> str:
@@ -151,4 +156,4 @@ def _unconstrained(
             return Gumbel(sampling, prompts, rng, request.streams, own)
         case rule:
             assert rule in (GREEDY, "match"), f"Request accepts only RULES: {rule}"
-            return Match(sampling, prompts, rng)
+            return Match(sampling, prompts, rng, request.streams)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.ops import sampling as noise
-from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
+from outpace.ops.sampling import Sampling, draw, greedy, probabilities
 
 
 class DraftSampler(Protocol):
@@ -82,7 +82,8 @@ class GumbelCoupled:
     places: Tensor
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        return greedy(self._perturbed(shaped(logits, self.sampling), depth)), None
+        ahead = torch.arange(depth - 1, depth - 1 + logits.shape[1], device=logits.device)
+        return noise.sample(logits, self.sampling, self._keys(ahead)), None
 
     def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """Normalised, so that a child stays below its parent: with equal noise on both sides, the logits of

@@ -466,6 +466,24 @@ def argmax(x: Tensor) -> Tensor:
     return y
 
 
+def drawn(x: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """x [M, N] float32, keys [M] int64 -> the index of the largest of x / temperature + noise in each row,
+    [M] int64: a draw from the softmax."""
+    assert x.is_contiguous() and keys.is_contiguous() and keys.dtype == torch.int64 and len(keys) == len(x)
+    y = _empty(len(x), dtype=torch.int64)
+    _c.drawn(_c.Draw(x.data_ptr(), keys.data_ptr(), y.data_ptr(), *x.shape, _threads(), temperature))
+    return y
+
+
+def place_keys(key: int, streams: Tensor, places: Tensor) -> Tensor:
+    """A key for each place of a stream: int64 of one shape -> int64 of that shape."""
+    assert streams.is_contiguous() and places.is_contiguous() and streams.shape == places.shape
+    assert streams.dtype == places.dtype == torch.int64
+    y = torch.empty_like(places)
+    _c.place_keys(_c.PlaceKeys(streams.data_ptr(), places.data_ptr(), y.data_ptr(), key, y.numel()))
+    return y
+
+
 def perturb(x: Tensor, keys: Tensor) -> Tensor:
     """x [M, N] float32, keys [M] int64 -> x + noise, a function of the row's key and the column."""
     assert x.is_contiguous() and keys.is_contiguous() and keys.dtype == torch.int64 and len(keys) == len(x)

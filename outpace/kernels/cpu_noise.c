@@ -36,3 +36,36 @@ static void noisy(const void *with, long m) {
 void perturb(const Noise *o) {
     each_row(o->M, noisy, o, team((double)o->M * o->N, 32768, o->threads));
 }
+
+// ---- the place of the largest of x / temperature + noise, the first among equals: a draw from the softmax
+typedef struct { floats x; const int64_t *keys; int64_t *y, M, N, threads; double temperature; } Draw;
+static void drawn_row(const void *with, long m) {
+    const Draw *o = with;
+    floats x = o->x + m * o->N;
+    uint32_t low = o->keys[m], high = (uint64_t)o->keys[m] >> 32;
+    vf best = all(-INFINITY), temperature = all(o->temperature);
+    vi where = {0};
+    for (long n = 0; n < o->N; n += W) {
+        vf v = part(x + n, o->N - n) / temperature + gumbel((vu)PLACES + (uint32_t)n, low, high);
+        vi more = (v > best) & (PLACES < (int)(o->N - n));
+        best = pick(more, v, best), where = (where & ~more) | (PLACES + (int)n & more);
+    }
+    float top = -INFINITY;
+    long place = 0;
+    for (int i = 0; i < W; i++) if (best[i] > top || (best[i] == top && where[i] < place)) top = best[i], place = where[i];
+    o->y[m] = place;
+}
+void drawn(const Draw *o) {
+    each_row(o->M, drawn_row, o, team((double)o->M * o->N, 32768, o->threads));
+}
+
+// ---- a key of 64 bits for every place of every stream
+typedef struct { const int64_t *streams, *places; int64_t *y, key, N; } PlaceKeys;
+static uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u, x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+void place_keys(const PlaceKeys *o) {
+    const uint64_t apart = 0x9e3779b97f4a7c15u;
+    for (long n = 0; n < o->N; n++) o->y[n] = mixed(mixed(o->key + (o->streams[n] + 1) * apart) + (o->places[n] + 1) * apart);
+}

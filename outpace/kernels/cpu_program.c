@@ -29,8 +29,15 @@ void run(const Program *p) {
 
 // A step of B rows of one token, up to `most` times: what it chose, best [B], is written to out [most, B] and is its next input, one place later, and
 // aux [aux_size] to all_aux. It ends after the step by which every row has chosen one of `stops`, or that has `odd` logits; taken: how many there were.
+// With keys [most, B] the rows with a heat [B] other than 0 draw from logits [B, V] at that temperature.
 typedef struct { const Program *step; int64_t *tokens, *start; const int64_t *best, *odd, *stops; floats aux; int64_t *out; float *all_aux; int64_t *taken;
-                 int64_t B, most, stop_count, aux_size; } Ahead;
+                 const int64_t *keys; floats heat, logits; int64_t B, V, most, stop_count, aux_size, threads; } Ahead;
+static int64_t chosen(const Ahead *o, long n, long b) {
+    if (!o->keys || !o->heat[b]) return o->best[b];
+    int64_t token;
+    drawn(&(Draw){o->logits + b * o->V, o->keys + n * o->B + b, &token, 1, o->V, o->threads, o->heat[b]});
+    return token;
+}
 void run_ahead(const Ahead *o) {
     uint8_t ended[o->B];
     memset(ended, 0, o->B);
@@ -39,7 +46,7 @@ void run_ahead(const Ahead *o) {
         ++*o->taken;
         if (o->aux) memcpy(o->all_aux + n * o->aux_size, o->aux, o->aux_size * sizeof(float));
         for (long b = 0; b < o->B; b++) {
-            int64_t token = o->out[n * o->B + b] = o->tokens[b] = o->best[b];
+            int64_t token = o->out[n * o->B + b] = o->tokens[b] = chosen(o, n, b);
             o->start[b]++;
             for (long i = 0; i < o->stop_count && !ended[b]; i++) if (token == o->stops[i]) ended[b] = 1, running--;
         }

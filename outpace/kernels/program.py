@@ -208,7 +208,7 @@ class Program:
     def run(self) -> None:
         _c.run(self._once_packed())
 
-    def run_ahead(self, most: int, stops: Tensor, step: "Ahead") -> int:
+    def run_ahead(self, most: int, stops: Tensor, step: "Ahead", draws: "Draws | None" = None) -> int:
         """As one step of B rows, up to `most` times -> how often: see `run_ahead` in cpu_program.c. `stops`
         [n] int64."""
         own = ctypes.create_string_buffer(self._once_packed())
@@ -218,8 +218,12 @@ class Program:
         inputs = ctypes.addressof(own), step.tokens.data_ptr(), step.start.data_ptr(), step.best.data_ptr()
         rules = ctypes.addressof(step.odd), stops.data_ptr(), _address(aux)
         outputs = step.out.data_ptr(), _address(step.all_aux), ctypes.addressof(taken)
-        sizes = B, most, len(stops), 0 if aux is None else aux.numel()
-        _c.run_ahead(_c.Ahead(*inputs, *rules, *outputs, *sizes))
+        noise: tuple[int, ...] = (0, 0, 0)
+        if draws is not None:
+            assert draws.keys.shape == step.out.shape and draws.keys.is_contiguous()
+            noise = draws.keys.data_ptr(), draws.temperature.data_ptr(), step.logits.data_ptr()
+        sizes = B, step.logits.shape[-1], most, len(stops), 0 if aux is None else aux.numel()
+        _c.run_ahead(_c.Ahead(*inputs, *rules, *outputs, *noise, *sizes, bindings._threads()))
         return taken.value
 
     def _once_packed(self) -> bytes:
@@ -230,12 +234,20 @@ class Program:
         return self._packed
 
 
+class Draws(NamedTuple):
+    """Noise of several steps, keys [steps, B] int64, and the temperatures [B] float32, 0: the argmax."""
+
+    keys: Tensor
+    temperature: Tensor
+
+
 class Ahead(NamedTuple):
-    """Buffers of a step of one token: its inputs tokens and start [B], its outputs best [B], odd and aux; and
-    where the outputs of many steps go: out [most, B], all_aux [most, *aux.shape]."""
+    """Buffers of a step of one token: its inputs tokens and start [B], its outputs logits [B, V], best [B],
+    odd and aux; and where the outputs of many steps go: out [most, B], all_aux [most, *aux.shape]."""
 
     tokens: Tensor
     start: Tensor
+    logits: Tensor
     best: Tensor
     odd: ctypes.c_int64
     aux: Tensor | None

@@ -17,8 +17,8 @@ from outpace.models.blocks import Embedding, Linear, RMSNorm, use_activation_dty
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
 from outpace.models.native_step import (
-    GreedySteps,
     NativeSteps,
+    Steps,
     joined,
     native_step,
     row_groups,
@@ -28,6 +28,7 @@ from outpace.models.native_step import (
 )
 from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
+from outpace.ops.dispatch import Draws
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.ranks import Group
@@ -245,18 +246,24 @@ class Decoder(nn.Module):
         return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
 
     def run_ahead(
-        self, last: Tensor, cache: KVCache, most: int, stop: Iterable[int] = (), aux: Sequence[int] = ()
-    ) -> GreedySteps | None:
-        """Up to `most` greedy steps after `last` [B] in one native call, each over the token that the one
-        before it chose; fewer where every row has met a token of `stop`. The cache gets `last` and the new
-        tokens but the newest, with the bits of single steps. None where a step is no native call. Raises
-        ValueError where they would outgrow the cache."""
+        self,
+        last: Tensor,
+        cache: KVCache,
+        most: int,
+        stop: Iterable[int] = (),
+        aux: Sequence[int] = (),
+        draws: Draws | None = None,
+    ) -> Steps | None:
+        """Up to `most` steps after `last` [B] in one native call, each over the token that the one before it
+        chose, the argmax or what `draws` says; fewer where every row has met a token of `stop`. The cache
+        gets `last` and the new tokens but the newest, with the bits of single steps. None where a step is no
+        native call. Raises ValueError where they would outgrow the cache."""
         cache.check_room([most] * cache.batch)
         step = cache.begin(1)
         native = native_step(self, cache, step, aux, True) if self.native else None
         if native is None or row_groups(self, cache, step):
             return None
-        done = native.run_ahead(last, step, cache, most, stop_ids(frozenset(stop)))
+        done = native.run_ahead(last, step, cache, most, stop_ids(frozenset(stop)), draws)
         if done is not None:
             cache.extend([done.tokens.shape[1]] * cache.batch)
         return done

@@ -24,7 +24,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import Ahead, Program, Rings, use_kernel, why_not
+from outpace.ops.dispatch import Ahead, Draws, Program, Rings, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -354,8 +354,14 @@ class NativeStep:
             return Output(hidden, aux, [], copied(self.logits), self.best.clone(), not self.odd.value)
 
     def run_ahead(
-        self, last: Tensor, step: StepMetadata, cache: KVCache, most: int, stops: Tensor
-    ) -> "GreedySteps | None":
+        self,
+        last: Tensor,
+        step: StepMetadata,
+        cache: KVCache,
+        most: int,
+        stops: Tensor,
+        draws: Draws | None = None,
+    ) -> "Steps | None":
         """`Decoder.run_ahead`, where this is a step of one token, and one program."""
         if len(self.parts) > 1 or self.logits is None:
             return None
@@ -365,16 +371,16 @@ class NativeStep:
             out = torch.empty(most + 1, B, dtype=torch.int64)
             out[0] = last
             all_aux = None if self.aux is None else torch.empty(most, *self.aux.shape)
-            outputs = self.best.view(B), self.odd, self.aux, out[1:], all_aux
+            outputs = self.logits.view(B, -1), self.best.view(B), self.odd, self.aux, out[1:], all_aux
             ahead = Ahead(self.tokens, self.pieces[0].start_tensor, *outputs)
-            n = self.program.run_ahead(most, stops, ahead)
+            n = self.program.run_ahead(most, stops, ahead, draws)
             if self.outside.value:
                 raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
             aux = None if all_aux is None else all_aux[:n, :, :, 0].permute(1, 2, 0, 3)
-            return GreedySteps(out[:n].T, out[1 : n + 1].T, aux, not self.odd.value)
+            return Steps(out[:n].T, out[1 : n + 1].T, aux, not self.odd.value)
 
 
-class GreedySteps(NamedTuple):
+class Steps(NamedTuple):
     """given [B, n], the inputs; tokens [B, n], what was chosen; aux [layers, B, n, C], as of an `Output`;
     whether all logits were finite."""
 

@@ -7,6 +7,7 @@ from outpace.kernels.bindings import tiles
 from outpace.kernels.bindings import use_kernel as use_kernel
 from outpace.kernels.bindings import why_not as why_not
 from outpace.kernels.program import Ahead as Ahead
+from outpace.kernels.program import Draws as Draws
 from outpace.kernels.program import Program as Program
 from outpace.kernels.program import Rings as Rings
 

@@ -77,6 +77,12 @@ class Sampling:
         """Whether the token is the one with the largest logit, whatever came before."""
         return not (self.temperature or self.penalises or self.logit_bias)
 
+    @property
+    def is_softmax(self) -> bool:
+        """Whether a token's chance is the softmax of logits over temperature, whatever came before."""
+        cuts = (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        return bool(self.temperature) and not (cuts or self.penalises or self.logit_bias)
+
     def for_draft(self, temperature: float | None = None) -> "Sampling":
         """The same for a draft: perhaps at a temperature of its own, without penalties, which would need the
         text of every draft token, and without bias: its vocabulary may be another."""
@@ -215,17 +221,21 @@ def draw(p: Tensor, rng: torch.Generator | None) -> Tensor:
 def sample(
     logits: Tensor,
     sampling: Sampling,
-    rng: torch.Generator | None,
+    keys: Tensor | None,
     seen: Tensor | None = None,
     best: Tensor | None = None,
 ) -> Tensor:
-    """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
-    wants it; `best` [...] the argmax of the logits, where it is known."""
+    """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row, by the noise of its key;
+    `seen` as `penalised` wants it; `best` [...] the argmax of the logits, where it is known."""
     if best is not None and sampling.is_argmax:
         return best
     if sampling.temperature == 0:
         return greedy(penalised(logits, sampling, seen))
-    return draw(probabilities(logits, sampling, seen), rng)
+    assert keys is not None, "a draw takes noise"
+    if sampling.is_softmax and use_kernel(logits) and logits.is_contiguous():
+        rows = logits.view(-1, logits.shape[-1])
+        return bindings.drawn(rows, keys.contiguous().view(-1), sampling.temperature).view(keys.shape)
+    return greedy(perturbed(shaped(logits, sampling, seen), keys))
 
 
 LOW = 2**32 - 1
@@ -247,6 +257,9 @@ def _mixed(x: Tensor) -> Tensor:
 
 def keys(key: int | Tensor, streams: Tensor, places: Tensor) -> Tensor:
     """One key of 64 bits for every place of every stream: streams and places int64, broadcast -> int64."""
+    if isinstance(key, int) and use_kernel(streams) and use_kernel(places):
+        each = torch.broadcast_tensors(streams, places)
+        return bindings.place_keys(key, *(part.contiguous() for part in each))
     stream = _mixed(key + (streams + 1) * _A)
     return _mixed(stream + (places + 1) * _A)
 

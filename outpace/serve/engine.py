@@ -291,8 +291,9 @@ class Engine:
     def _run_ahead(
         self, some: Rows[Sequence], last: Tensor, cache: KVCache, drafting: bool
     ) -> Verified | None:
-        """Steps without draft tokens in one call, where all are greedy, and no prompt waits for their end."""
-        if not all(s.request.takes_argmax and s.on_logits is None for s in some):
+        """Steps without draft tokens in one call, where logits alone say what comes, and no prompt waits for
+        their end."""
+        if not all(s.request.runs_ahead and s.on_logits is None for s in some):
             return None
         if len(some) < len(self.running):
             return None
@@ -301,7 +302,7 @@ class Engine:
             return None
         stop = frozenset[int]().union(*(s.request.stop for s in some))
         most = self.controller.rest(most) if drafting else most
-        return self.ahead.make(last, cache, most, stop, self._aux(some))
+        return self.ahead.make(last, cache, most, stop, self._aux(some), [s.rule for s in some])
 
     def _propose(self, some: Rows[Sequence], n: int) -> Proposal:
         """Of all, in at most `n` positions each: in one forward those that share a draft and a width."""

@@ -106,8 +106,8 @@ def test_a_rest_is_measured_as_it_is_made(monkeypatch):
     model, made = tiny.target("gpt_oss"), []
     draft, run_ahead = random_dflash(model, 3), Decoder.run_ahead
 
-    def watched(self, last, cache, most, stop=(), aux=()):
-        done = run_ahead(self, last, cache, most, stop, aux)
+    def watched(self, last, cache, most, stop=(), aux=(), draws=None):
+        done = run_ahead(self, last, cache, most, stop, aux, draws)
         made.append((tuple(aux), done.tokens.shape[1]))
         return done
 

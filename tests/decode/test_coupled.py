@@ -1,4 +1,4 @@
-"""The coupled rule: one seed, one text, whatever the draft and the batch; the repetition penalty, too."""
+"""Match and the coupled rule: one seed, one text, whatever the draft and the batch; the penalties, too."""
 
 import functools
 
@@ -32,8 +32,8 @@ WAYS = {
 }
 
 
-def request(way, **asked):
-    return Request(max_new_tokens=NEW, sampling=WAYS[way], rule="gumbel", **asked)
+def request(way, rule="gumbel", **asked):
+    return Request(max_new_tokens=NEW, sampling=WAYS[way], rule=rule, **asked)
 
 
 def seed(n=3):
@@ -81,10 +81,12 @@ DRAFTS = ["ngram", "dflash", "tree of dflash", "half", "half, tree"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_every_draft_says_what_plain_decoding_says(family, way):
+@pytest.mark.parametrize(
+    ("family", "rule"), [("gpt_oss", "gumbel"), ("gpt_oss", "match"), ("qwen3", "gumbel")]
+)
+def test_every_draft_says_what_plain_decoding_says(family, rule, way):
     model, known = tiny.target(family), by_definition(family, way)
-    asked = request(way)
+    asked = request(way, rule)
     assert generate(model, PROMPTS, asked, rng=seed()).tokens == known
     for name in DRAFTS:
         for batch in (3, 1):

@@ -19,6 +19,7 @@ from outpace.drafts.tree import cut
 from outpace.kernels import bindings
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, named_tensors
+from outpace.ops.dispatch import Draws
 from outpace.ops.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
@@ -193,10 +194,45 @@ def test_a_cache_without_place_is_left_as_it_is():
     assert all(torch.equal(a, memory.k) for a, memory in zip(before, cache.layers, strict=True))
 
 
-def test_what_is_drawn_or_watched_comes_step_by_step(monkeypatch):
+@pytest.mark.parametrize("rule", ["match", "rejection", "block", "gumbel"])
+def test_drawn_tokens_come_in_fewer_calls_too(rule, monkeypatch):
+    model, how = plain("gpt_oss"), Sampling(temperature=1.2)
+
+    def drawn(most, seed=5, **asked):
+        request = Request(max_new_tokens=30, sampling=how, rule=rule, **asked)
+        return texts(model, request, monkeypatch, most, rng=torch.Generator().manual_seed(seed))
+
+    one, _, trace, _ = drawn(1)
+    many, _, theirs, calls = drawn(8)
+    assert many == one and max(calls) == 8 and theirs.accepted == trace.accepted
+    assert drawn(8, seed=6)[0] != one
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "run_ahead", lambda *given: None)
+        assert drawn(8)[0] == one
+    asked = {"limits": (30, 11, 26), "stop": frozenset({one[0][12], one[2][5]})}  # in the middle of calls
+    ended = [row[:n] for row, n in zip(one, asked["limits"], strict=True)]
+    ends = [next((i for i, token in enumerate(row) if token in asked["stop"]), 29) for row in ended]
+    assert drawn(8, **asked)[0] == [row[: i + 1] for row, i in zip(ended, ends, strict=True)]
+
+
+@torch.inference_mode()
+def test_greedy_rows_beside_drawn_ones_take_the_argmax():
+    model, cache, other = both("gpt_oss")
+    last = torch.tensor([5, 6, 7])
+    keys = torch.arange(24).view(8, 3) * 7919
+    hot = torch.tensor([0.0, 1.5, 0.0])
+    mixed = model.run_ahead(last, cache, 8, draws=Draws(keys, hot)).tokens
+    greedy = model.run_ahead(last, other, 8).tokens
+    assert torch.equal(mixed[[0, 2]], greedy[[0, 2]]) and not torch.equal(mixed[1], greedy[1])
+
+
+def test_what_reads_the_text_or_is_cut_or_watched_comes_step_by_step(monkeypatch):
     model = plain("gpt_oss")
     for request in (
-        Request(max_new_tokens=12, sampling=Sampling(temperature=1.0)),
+        Request(max_new_tokens=12, sampling=Sampling(temperature=1.0, top_k=9)),
+        Request(max_new_tokens=12, sampling=Sampling(temperature=1.0, top_p=0.9)),
+        Request(max_new_tokens=12, sampling=Sampling(temperature=1.0, min_p=0.1)),
+        Request(max_new_tokens=12, sampling=Sampling(temperature=1.0, presence_penalty=0.3)),
         Request(max_new_tokens=12, sampling=Sampling(repetition_penalty=1.3)),
         Request(max_new_tokens=12, sampling=Sampling(logit_bias=((5, 2.0),))),
     ):

@@ -140,8 +140,8 @@ MUTANTS = [
     (
         "coupled noise of the place after",
         "outpace/decode/acceptance.py",
-        "self._on(self.places)[:, None] + depth)",
-        "self._on(self.places)[:, None] + depth + 1)",
+        "places[:, None] + depth)",
+        "places[:, None] + depth + 1)",
         "tests/decode/test_coupled.py",
     ),
     (
@@ -175,8 +175,8 @@ MUTANTS = [
     (
         "accepted tokens are not in the history",
         "outpace/decode/acceptance.py",
-        "self.rng, seen, best))\n        self.state.add(result.tokens)",
-        "self.rng, seen, best))",
+        "strict=True)]\n        self.state.add(result.tokens)",
+        "strict=True)]",
         "tests/decode/test_penalty.py",
     ),
     (
@@ -397,11 +397,32 @@ MUTANTS = [
         "tests/decode/test_run_ahead.py",
     ),
     (
-        "a drawn token is taken for the most likely one in calls of several steps",
-        "outpace/decode/request.py",
-        "return self.sampling.is_argmax and not self.grammars",
-        "return not self.grammars",
+        "top-k, top-p and min-p are left out in calls of several steps",
+        "outpace/ops/sampling.py",
+        "return bool(self.temperature) and not (cuts or self.penalises or self.logit_bias)",
+        "return bool(self.temperature) and not (self.penalises or self.logit_bias)",
         "tests/decode/test_run_ahead.py",
+    ),
+    (
+        "steps of one call draw with the noise of the first",
+        "outpace/kernels/cpu_program.c",
+        "o->keys + n * o->B + b",
+        "o->keys + b",
+        "tests/decode/test_run_ahead.py",
+    ),
+    (
+        "noise is used again after a call of several steps",
+        "outpace/decode/acceptance.py",
+        "self.places = [n + steps for n in self.places]",
+        "self.places = [n + 1 for n in self.places]",
+        "tests/decode/test_run_ahead.py",
+    ),
+    (
+        "a round goes one place on in the noise, whatever it accepted",
+        "outpace/decode/acceptance.py",
+        "self.places = [n + len(value) for n, value",
+        "self.places = [n + 1 for n, value",
+        "tests/decode/test_coupled.py",
     ),
     (
         "a rest of several steps is taken for one",

@@ -341,17 +341,17 @@ MUTANTS = [
         "tests/serve/test_engine.py",
     ),
     (
-        "a call of several steps chooses for a request that draws",
+        "a call of several steps draws where the distribution is cut",
         "outpace/serve/engine.py",
-        "if not all(s.request.takes_argmax and s.on_logits is None for s in some):",
+        "if not all(s.request.runs_ahead and s.on_logits is None for s in some):",
         "if not all(s.on_logits is None for s in some):",
         "tests/serve/test_engine.py",
     ),
     (
         "a call of several steps has no scores for who asked for them",
         "outpace/serve/engine.py",
-        "s.request.takes_argmax and s.on_logits is None for s",
-        "s.request.takes_argmax for s",
+        "s.request.runs_ahead and s.on_logits is None for s",
+        "s.request.runs_ahead for s",
         "tests/serve",
     ),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.ops import sampling as noise
-from outpace.ops.sampling import greedy
+from outpace.ops.sampling import Sampling, greedy
 
 
 def some_keys(*shape, seed=0):
@@ -97,6 +97,18 @@ def test_the_kernel_is_the_reference(V):
     with torch.inference_mode():  # a row depends on nothing but itself
         for b in range(3):
             assert torch.equal(noise.perturbed(scores[b, 1:2], keys[b, 1:2]), got[b, 1:2])
+
+
+@pytest.mark.parametrize("V", [1, 7, 16, 97, 4099])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_a_draw_is_the_largest_of_scores_and_noise(V, temperature):
+    keys, logits, how = some_keys(30, 4), torch.randn(30, 4, V), Sampling(temperature=temperature)
+    logits[:, 1:, ::3] = -torch.inf
+    wanted = greedy(logits / temperature + noise.gumbel(keys, V))
+    with torch.inference_mode():
+        assert torch.equal(noise.sample(logits, how, keys), wanted)
+        for b in range(3):  # a row depends on nothing but itself
+            assert torch.equal(noise.sample(logits[b, 1:2], how, keys[b, 1:2]), wanted[b, 1:2])
 
 
 def test_the_low_end_of_the_noise_is_finite():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outpace.ops.linear import linear
 from outpace.ops.norm import ALPHA, clamped_swiglu, rms_norm, silu_mul
-from outpace.ops.sampling import Sampling, probabilities, sample
+from outpace.ops.sampling import Sampling, keys, probabilities, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,8 +101,7 @@ def test_greedy_is_the_argmax_and_needs_no_generator():
 def test_draws_follow_the_probabilities():
     logits = torch.randn(3, 5)
     how = Sampling(temperature=0.8, top_k=4)
-    rng = torch.Generator().manual_seed(2)
-    draws = sample(logits.expand(3000, 3, 5), how, rng)
+    draws = sample(logits.expand(3000, 3, 5), how, keys(2, torch.arange(3000)[:, None], torch.arange(3)))
     assert draws.shape == (3000, 3)
     share = torch.stack([(draws == v).double().mean(0) for v in range(5)], dim=-1)
     assert (share - probabilities(logits, how)).abs().max() < 0.04
@@ -110,9 +109,10 @@ def test_draws_follow_the_probabilities():
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
-def test_draws_take_any_shape_and_repeat_with_the_seed(shape):
+def test_draws_take_any_shape_and_repeat_with_the_key(shape):
     logits, how = torch.randn(*shape, 97), Sampling(temperature=1.0)
-    first, again = (sample(logits, how, torch.Generator().manual_seed(3)) for _ in range(2))
+    noise = keys(3, torch.zeros(shape, dtype=torch.int64), torch.zeros((), dtype=torch.int64))
+    first, again = (sample(logits, how, noise) for _ in range(2))
     assert first.shape == shape and first.dtype == torch.int64 and torch.equal(first, again)
 
 

@@ -363,17 +363,18 @@ def test_logits_come_with_the_tokens_and_stop_tokens_end_it():
 
 
 @pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
+@pytest.mark.parametrize("heat", [(0, 0, 0, 0), (0.9, 0, 1.2, 0.9)])
 @pytest.mark.parametrize("kind", [None, "dflash"])
-def test_greedy_requests_make_several_steps_in_a_call(kind, monkeypatch):
+def test_requests_make_several_steps_in_a_call(kind, heat, monkeypatch):
     """Some end within one, by a stop token or their limit; what they leave is reused."""
     monkeypatch.setattr(ahead, "SECONDS", 1e3)
     model, calls, run_ahead = target(), [], Decoder.run_ahead
     draft = BoundDFlash(random_dflash(model), model) if kind else None
     prompts = [[5, 6, 7], [*range(20, 50)], [9] * 12, [8, 11]]
-    long = [replace(request(40), stop=frozenset()) for _ in prompts]
+    long = [replace(request(40, temperature), stop=frozenset()) for temperature in heat]
     answers = [alone(model, prompt, wanted, 0) for prompt, wanted in zip(prompts, long, strict=True)]
     stop = frozenset({answers[1][13], answers[2][4]})
-    wanted = [*long[:1], *(replace(long[0], stop=stop) for _ in prompts[1:3]), request(3)]
+    wanted = [*long[:1], *(replace(each, stop=stop) for each in long[1:3]), request(3, heat[3])]
     answers = [alone(model, prompt, want, 0) for prompt, want in zip(prompts, wanted, strict=True)]
 
     def counted(self, last, *given):
@@ -400,7 +401,7 @@ def test_greedy_requests_make_several_steps_in_a_call(kind, monkeypatch):
 
 
 @pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
-def test_a_prompt_or_a_drawn_token_is_waited_for_one_step(monkeypatch):
+def test_a_prompt_or_a_cut_distribution_is_waited_for_one_step(monkeypatch):
     monkeypatch.setattr(ahead, "SECONDS", 1e3)
     model, calls, run_ahead = target(), [], Decoder.run_ahead
     monkeypatch.setattr(Decoder, "run_ahead", lambda *given: calls.append(given[3]) or run_ahead(*given))
@@ -410,7 +411,7 @@ def test_a_prompt_or_a_drawn_token_is_waited_for_one_step(monkeypatch):
         engine.step()
     assert calls == [1, 8]
     calls.clear()
-    engine.add(Client([*range(5, 90)] * 2, request(20, 0.8)).sequence)  # three chunks, then draws
+    engine.add(Client([*range(5, 90)] * 2, request(20, 0.8, top_k=9)).sequence)  # three chunks, then draws
     while len(engine.running) != 1 or engine.waiting:
         engine.step()
     assert not calls
