@@ -17,7 +17,6 @@ from playwright.sync_api import ViewportSize, sync_playwright
 
 from outpace.checkpoint.save import write_atomically
 
-SOLVER = Path(__file__).parent.parent / "examples/tiny_target/solver"
 QUESTIONS = (
     "Add 4821 and 7364.",
     """Add the line print(month) before the return:
@@ -35,11 +34,10 @@ READY = re.compile(r"http://[\d.]+:\d+")
 def main(place: Path) -> None:
     if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
         raise SystemExit("no Chromium here (Debian: apt install chromium)")
-    how = "--port", "0", "--speculative-config", '{"method": "ngram"}', "--served-model-name", "solver"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
-            command = [sys.executable, "-m", "outpace", "serve", str(SOLVER), *how]
+            command = [sys.executable, "-m", "outpace", "serve", "solver", "--port", "0"]
             server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             while not (address := READY.search(log.read_text())):

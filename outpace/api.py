@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from outpace.checkpoint.shipped import own_draft
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
@@ -23,7 +24,7 @@ from outpace.decode.request import GREEDY, BatchRows, Request
 from outpace.decode.reuse import PrefixCache
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
-from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
+from outpace.loading import open_chat, open_draft, open_on_device, open_target
 from outpace.models.cuda_graphs import LENGTH, GraphTarget
 from outpace.models.decoder import Decoder, Target
 from outpace.ops.dispatch import find_activation_dtype, find_device, find_kv_cache_dtype
@@ -212,7 +213,7 @@ def load(
     """A target by name or path.
 
     Args:
-        name: A folder of safetensors, a GGUF file, or "default" for the embedded model.
+        name: A folder of safetensors, a GGUF file, or an embedded model: "default" or "solver".
         layers: Number of layers to keep, for debugging.
         kv_cache_dtype: Of cached keys and values: "float32", "float16", "bfloat16"; "auto": by the device.
         activation_dtype: Of what weights multiply: "float32", "bfloat16"; "auto": by the device.
@@ -253,8 +254,8 @@ def load_draft(
     """A draft for a target.
 
     Args:
-        name: "ngram", "suffix" or "dflash" (the embedded ones), "none", the path of a DFlash, an EAGLE-3 or a
-            suffix index; None for the best one known for the whole target, if any.
+        name: "ngram", "none", an embedded draft such as "solver/dflash", the path of a DFlash, an EAGLE-3
+            or a suffix index; None for the best one known for the whole target, if any.
         model: The target.
         num_draft_tokens: Nodes of the draft tree, root included; 0 proposes a chain (suffix: its usual tree).
         num_steps: Depth of an EAGLE-3's proposal; 0 is its usual one.

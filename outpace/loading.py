@@ -1,6 +1,6 @@
 """Paths or names -> target, draft, tokenizer.
 
-"default" is the target that ships in the package, "dflash" and "suffix" are its drafts.
+The names of what ships in the package are in `checkpoint/shipped.py`.
 """
 
 import datetime
@@ -14,14 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.open import (
-    DEFAULT,
-    EMBEDDED,
-    Checkpoint,
-    LoadError,
-    open_checkpoint,
-    target_path,
-)
+from outpace.checkpoint.open import Checkpoint, open_checkpoint
+from outpace.checkpoint.shipped import draft_path, target_path
 from outpace.checkpoint.tokenizer import generation_stops, open_template, open_tokenizer
 from outpace.decode.exactness import why_inexact
 from outpace.drafts.dflash import BoundDFlash, DFlash
@@ -48,7 +42,6 @@ from outpace.text.template import TemplateChat
 from outpace.text.tokenizer import check_vocabulary
 
 LOG = logging.getLogger("outpace")
-DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded target
 
 
 def open_target(
@@ -118,8 +111,8 @@ def open_draft(
     topk: int = 0,
     quantize: str | None = None,
 ) -> BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix | None:
-    """The draft `path`: "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded index), or
-    the path of a DFlash or EAGLE-3 in any known format, or of a suffix index.
+    """The draft `path`: "none", "ngram", an embedded one (`checkpoint/shipped.py`), or the path of a DFlash
+    or EAGLE-3 in any known format, or of a suffix index.
 
     num_draft_tokens: nodes of the draft tree, root included; 0: a chain, of a suffix index its usual tree.
     num_steps: tokens of an EAGLE-3's longest branch. topk: children per node (EAGLE-3) or candidates per
@@ -127,13 +120,13 @@ def open_draft(
 
     Raises ValueError for options that this kind of draft does not have.
     """
-    if not weightless(path, quantize) and is_suffix(draft_folder(path)):
+    if not weightless(path, quantize) and is_suffix(draft_path(path)):
         if quantize is not None or num_steps or topk:
             raise ValueError(
                 f"{path} is a suffix index, without num_steps, topk and weights to quantize: leave these "
                 "out, or name a DFlash or an EAGLE-3"
             )
-        return load_suffix(draft_folder(path), target.config.vocab_size, num_draft_tokens or NODES)
+        return load_suffix(draft_path(path), target.config.vocab_size, num_draft_tokens or NODES)
     if quantize is not None and target.device.type != "cpu":
         raise ValueError(f"draft weights {quantize!r}: packed drafts are for CPUs; leave the format out")
     draft = open_weights(path, target, tokenizer, quantize)
@@ -154,11 +147,6 @@ def open_draft(
     return DDTree(bound, num_draft_tokens, topk or DDTree.branch) if num_draft_tokens else bound
 
 
-def own_draft(target: str) -> str:
-    """The default draft of a target: the fastest one that ships with it."""
-    return SUFFIX if target == DEFAULT else "none"
-
-
 def open_weights(
     path: str, target: Decoder, tokenizer: Tokenizer, quantize: str | None = None
 ) -> DFlash | Eagle3 | None:
@@ -166,7 +154,7 @@ def open_weights(
     be packed."""
     if weightless(path, quantize):
         return None
-    return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer), quantize=quantize)
+    return load_draft(draft_path(path), tokenizer, loaded_files(target, tokenizer), quantize=quantize)
 
 
 def open_dflash(
@@ -177,7 +165,7 @@ def open_dflash(
     if weightless(path, quantize):
         return None
     files = None if target is None else loaded_files(target, tokenizer)
-    return load_dflash(draft_folder(path), tokenizer, files, quantize=quantize)
+    return load_dflash(draft_path(path), tokenizer, files, quantize=quantize)
 
 
 def weightless(path: str, quantize: str | None) -> bool:
@@ -199,15 +187,6 @@ def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
         fingerprints=lambda: target_fingerprints(target),
         packed=not (isinstance(target.head, Tensor) and isinstance(embedding, Tensor)),
     )
-
-
-def draft_folder(path: str) -> Path:
-    folder = {DFLASH: EMBEDDED / "dflash", SUFFIX: EMBEDDED / "suffix"}.get(path, Path(path))
-    if not folder.exists():
-        raise LoadError(
-            f"{folder} is not there: name a draft's place, {DFLASH!r}, {SUFFIX!r}, 'ngram' or 'none'"
-        )
-    return folder
 
 
 def open_chat(

@@ -1,20 +1,24 @@
-"""The model that ships in the package: it is what its provenance states, and it decodes losslessly."""
+"""The models that ship in the package are what their provenance states, and decode losslessly."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from outpace.bench.prompts import held_out_prompts
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.loading import open_draft, open_target
 from outpace.models.load import fingerprint
+from outpace.tasks.families import FAMILIES
 from outpace.text.corpus import read_corpus, split
+from outpace.text.harmony import HarmonyTokens, prompt_ids
 
 REPORTS = Path(__file__).parents[1] / "reports"
 MOST_BYTES = 24 * 2**20
+SOLVER_DRAFTS = "solver/dflash", "solver/eagle3"
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +27,27 @@ def embedded():
     return target, tokenizer, open_draft("dflash", target, tokenizer)
 
 
-def test_it_fits_where_it_has_to():
-    assert sum(f.stat().st_size for f in EMBEDDED.rglob("*") if f.is_file()) <= MOST_BYTES
+@pytest.fixture(scope="module")
+def solver():
+    target, tokenizer = open_target("solver")
+    return target, tokenizer, {name: open_draft(name, target, tokenizer) for name in SOLVER_DRAFTS}
 
 
-def test_it_is_a_gpt_oss_with_every_feature_on(embedded):
-    config = embedded[0].config
+def size(*names):
+    files = (f for name in names for f in (EMBEDDED / name).rglob("*") if f.is_file())
+    return sum(f.stat().st_size for f in files)
+
+
+def test_they_fit_where_they_have_to():
+    assert size("target", "dflash", "suffix") <= MOST_BYTES
+    assert size("solver/target") <= 16e6 and size(*SOLVER_DRAFTS) <= 8e6
+
+
+@pytest.mark.parametrize("name", ["default", "solver"])
+def test_a_gpt_oss_with_every_feature_on(embedded, solver, name):
+    config = (embedded if name == "default" else solver)[0].config
     assert config.architecture == "GptOssForCausalLM"
-    assert config.num_layers >= 8 and config.num_experts >= 8 and config.experts_per_token >= 2
+    assert config.num_layers >= 6 and config.num_experts >= 8 and config.experts_per_token >= 2
     assert config.sinks and config.attention_bias and not config.tie_word_embeddings
     assert config.rope.kind == "yarn" and config.max_position_embeddings >= 4096
     assert 0 < config.sliding_window < config.max_position_embeddings
@@ -53,6 +70,36 @@ def test_reports_of_what_ships_are_of_these_weights(embedded):
     for path in [*reports, REPORTS / "bench" / "report.json"]:
         value = json.loads(path.read_text())["target"]["fingerprint"]
         assert value == fingerprint(embedded[0]), path.relative_to(REPORTS)
+
+
+def test_provenance_of_the_solver_belongs_to_these_weights(solver):
+    data = json.loads((EMBEDDED / "solver/target/provenance.json").read_text())
+    assert data["fingerprint"] == fingerprint(solver[0])
+    for name in SOLVER_DRAFTS:
+        drafted = json.loads((EMBEDDED / name / "provenance.json").read_text())
+        assert drafted["target_fingerprint"] == data["fingerprint"]
+
+
+def test_reports_of_the_solver_are_of_these_weights(solver):
+    reports = list((REPORTS / "solver").rglob("report.json"))
+    assert len(reports) >= 4
+    for path in reports:
+        assert json.loads(path.read_text())["target"]["fingerprint"] == fingerprint(solver[0]), path
+
+
+def test_the_solver_answers_with_every_draft_as_without(solver):
+    """Held-out problems, whole answers."""
+    target, tokenizer, drafts = solver
+    tokens, rng = HarmonyTokens(tokenizer), random.Random(4)
+    families = ("addition", "comparison", "dates", "functions")
+    problems = [FAMILIES[name].draw(rng, held_out=True) for name in families]
+    prompts = [prompt_ids(problem.prompt(), tokens) for problem in problems]
+    request = Request(max_new_tokens=200, stop=tokens.stop)
+    plain = generate(target, prompts, request)
+    assert all(row[-1] in tokens.stop for row in plain.tokens)
+    for draft, tau in zip(drafts.values(), (4, 2.5), strict=True):
+        drafted = generate(target, prompts, request, draft)
+        assert drafted.tokens == plain.tokens and drafted.trace.tau > tau
 
 
 def test_speculative_decoding_of_held_out_text_is_lossless(embedded):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from outpace.bench.baselines import open_baseline
 from outpace.bench.methods import Case, run_case
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.export import check_fit, export_draft, import_draft
 from outpace.formats.load import build_draft, describe_draft, load_dflash, read_draft, save_draft

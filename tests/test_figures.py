@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.checkpoints import synth
 from outpace.cli.measure import RUNS
 from outpace.formats.random_weights import PRINTABLE
@@ -127,11 +127,13 @@ def test_what_the_results_say_of_the_solver():
 
 
 def test_tokens_that_the_solver_has_seen():
-    second = json.loads((ROOT / "examples/tiny_target/solver/provenance.json").read_text(encoding="utf-8"))
+    third = json.loads((EMBEDDED / "solver/target/provenance.json").read_text(encoding="utf-8"))
+    second = third["started_from"]
     first = second["started_from"]
     assert f"{first['steps']:,} steps by two processes" in page("solver.md")
-    assert f"{second['steps']:,} steps on from there" in page("solver.md")
-    millions = (first["tokens"] + 0.988 * second["tokens"]) / 1e6  # the second counted its padding
+    assert f"{second['steps']:,} and {third['steps']:,} steps on from there" in page("solver.md")
+    # the second counted its padding
+    millions = (first["tokens"] + 0.988 * second["tokens"] + third["tokens"]) / 1e6
     assert f"has seen {millions:.0f} million tokens" in page("solver.md")
 
 

@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.main import main
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import Costs, Point

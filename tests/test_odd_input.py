@@ -103,7 +103,10 @@ def test_the_smallest_temperature_is_greedy_and_the_largest_works(monkeypatch, c
 def test_a_long_prompt_is_refused_before_it_is_tokenised(monkeypatch, capsys, tmp_path):
     (tmp_path / "long.txt").write_text("word " * 4_000_000)
     monkeypatch.setattr("outpace.api.encode_prompt", None)
-    for command in (("generate", "default", "--prompt-file", tmp_path / "long.txt"), ("chat", "-m", "-")):
+    for command in (
+        ("generate", "default", "--prompt-file", tmp_path / "long.txt"),
+        ("chat", "default", "-m", "-"),
+    ):
         monkeypatch.setattr("sys.stdin", io.StringIO("word " * 4_000_000))
         code, _, err = run(monkeypatch, capsys, *command)
         assert code == 2 and "20,000,000 characters" in err and "positions end at 131,072" in err
@@ -113,7 +116,7 @@ def test_a_long_prompt_is_refused_before_it_is_tokenised(monkeypatch, capsys, tm
 @pytest.mark.parametrize("options", [(), ("-m", "-")])
 def test_standard_input_that_is_not_utf8(monkeypatch, capsys, encoding, options):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), "utf-8", encoding))
-    code, _, err = run(monkeypatch, capsys, "chat", *options)
+    code, _, err = run(monkeypatch, capsys, "chat", "default", *options)
     assert code == 2 and "is not" in err and "UTF-8" in err
 
 

@@ -10,7 +10,7 @@ from indexers import indexed_target
 from latents import latent_target
 from typer.testing import CliRunner
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.app import app
 from outpace.cli.main import main
 from outpace.decode.costs import Costs, Point, Touched, write_costs

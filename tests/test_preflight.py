@@ -6,8 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.formats.convert import write_gguf
-from outpace.formats.export import EMBEDDED, export_draft, open_target_files
+from outpace.formats.export import export_draft, open_target_files
 from outpace.formats.preflight import CHECKS, ENGINES, PreflightCell, preflight, show_preflight
 
 IDS = "eagle_aux_hidden_state_layer_ids"

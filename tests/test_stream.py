@@ -9,7 +9,7 @@ import torch
 from test_cli import run as outpace
 
 from outpace.api import Model, SamplingParams, stream
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.generate import answer_note
 from outpace.drafts.lookup import NGram
 from outpace.models.decoder import Output

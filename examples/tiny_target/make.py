@@ -14,8 +14,8 @@ from pathlib import Path
 from examples.tiny_target.model import shape_of
 from examples.tiny_target.publish import publish_target
 from examples.tiny_target.training import TargetRecipe, train_target
-from outpace.checkpoint.open import target_path
 from outpace.checkpoint.save import write_atomically
+from outpace.checkpoint.shipped import target_path
 from outpace.config import load_settings, parse_overrides
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split

@@ -17,8 +17,8 @@ from examples.tiny_target.model import shape_of
 from examples.tiny_target.problem_rows import sample_pieces
 from examples.tiny_target.problem_training import ProblemRecipe, train_solver
 from examples.tiny_target.publish import publish_solver
-from outpace.checkpoint.open import target_path
 from outpace.checkpoint.save import write_atomically
+from outpace.checkpoint.shipped import target_path
 from outpace.config import load_settings, parse_overrides
 from outpace.loading import open_target
 from outpace.ops import ranks

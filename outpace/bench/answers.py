@@ -6,12 +6,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from outpace.bench import llama_cpp, plots
 from outpace.bench.comparison import method_row, plain_case, position_table, remarks, training_table
 from outpace.bench.methods import Case
 from outpace.bench.metrics import PLAIN, ResultCell, result, speed_ratio
-from outpace.bench.report import MISMATCHED, PREDICTED, RATE, SPEEDUP, TAU, Columns, Page, Report, table
+from outpace.bench.report import (
+    MISMATCHED,
+    PREDICTED,
+    RATE,
+    SPEEDUP,
+    TAU,
+    Columns,
+    Page,
+    Report,
+    print_remarks,
+    print_table,
+    table,
+)
 from outpace.bench.run import Bar, Method, interleave, seed_for
 from outpace.bench.suite import BenchSetup, SuiteRecipe, SuiteRequest, set_up
 from outpace.bench.tasks import calls, draw
@@ -141,16 +154,15 @@ def _rows(setup: BenchSetup, cell: ResultCell, cases: Sequence[Case]) -> list[di
 
 # ---- the report --------------------------------------------------------------------------------------
 
-METHODS: Columns = (
+TERMINAL: Columns = (  # 80 columns wide
     ("method", lambda r: _name(r), "{}"),
     TAU,
     ("draft length", "columns", "{:.1f}"),
     RATE,
     SPEEDUP,
     ("over llama.cpp", "over_llama_cpp", "{:.2f}x"),
-    *PREDICTED,
-    MISMATCHED,
 )
+METHODS: Columns = (*TERMINAL, *PREDICTED, MISMATCHED)
 LEGEND = """\
 - tau: mean number of tokens committed per forward of the target, bonus token included.
 - draft length: mean number of tokens verified per step, the last verified token included.
@@ -185,6 +197,14 @@ def family_table(report: Report, temperature: float) -> list[str]:
         *((name, partial(_speed_and_tau, name), "{:.2f}x, {:.1f}") for name in names),
     )  # fmt: skip
     return table(columns, by_family.values())
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The methods at 80 columns; report.md has the families, too."""
+    for temperature in report["recipe"]["temperatures"]:
+        rows = [row for row in _of(report, temperature) if row["family"] == ALL]
+        print_table(console, f"{_measured(report)}, temperature {temperature:g}", TERMINAL, rows)
+    print_remarks(console, report)
 
 
 def positions(report: Report, temperature: float) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from outpace.bench.machine import parameters
 from outpace.bench.run import Method, Prompts, Timed, timed
+from outpace.checkpoint.shipped import DRAFTS, draft_path
 from outpace.config import load_settings
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Adaptive, Controller, Fixed
@@ -25,7 +26,7 @@ from outpace.drafts.eagle3_decode import BoundEagle3
 from outpace.drafts.lookup import NGram, Suffix
 from outpace.drafts.tree import DDTree
 from outpace.kv.partial import PartialConfig
-from outpace.loading import DFLASH, SUFFIX, draft_folder, open_draft
+from outpace.loading import open_draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.ops.sampling import Sampling
@@ -144,10 +145,10 @@ def load_method(
     """Raises ValueError, naming the method, for a draft that does not exist, that was trained for another
     target, or that cannot propose in this shape."""
     folder = drafts / spec.draft  # takes precedence over an embedded draft of that name
-    embedded = spec.draft in (DFLASH, SUFFIX, "ngram") and not folder.exists()
+    embedded = spec.draft in (*DRAFTS, "ngram") and not folder.exists()
     path = spec.draft if embedded else str(folder)
     try:
-        provenance = {} if path == "ngram" else _provenance(draft_folder(path), fingerprint)
+        provenance = {} if path == "ngram" else _provenance(draft_path(path), fingerprint)
         shape = {name: getattr(spec, name) for name in ("num_draft_tokens", "num_steps", "topk")}
         draft = open_draft(path, target, tokenizer, **shape, quantize=spec.weights)
     except ValueError as error:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
 from outpace.checkpoint.save import write_atomically, write_json
 
 Report = dict[str, Any]
@@ -36,6 +40,20 @@ def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[
     for row in rows:
         lines.append("| " + " | ".join(cell(row, value, form) for _, value, form in columns) + " |")
     return [*lines, ""]
+
+
+def print_table(console: Console, title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
+    shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading, _, _ in columns:
+        shown.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(cell(row, value, form) for _, value, form in columns))
+    console.print(shown)
+
+
+def print_remarks(console: Console, report: Report) -> None:
+    for line in report["remarks"]:
+        console.print(f"- {line}", highlight=False, markup=False)
 
 
 def table_of(rows: Value, *columns: Column) -> Callable[[Report], list[str]]:

@@ -19,7 +19,8 @@ from outpace.bench.prompts import held_out_prompts
 from outpace.bench.report import RATE, Page, Report, table_of
 from outpace.bench.run import Bar, Run, at_least, seed_for
 from outpace.bench.servers import LLAMA_SERVER, Address, Answered, ask
-from outpace.checkpoint.open import is_gguf, target_path
+from outpace.checkpoint.open import is_gguf
+from outpace.checkpoint.shipped import target_path
 from outpace.models.decoder import Decoder
 from outpace.text.corpus import Document
 

@@ -6,9 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from outpace.bench import baselines, llama_cpp, plots
@@ -16,7 +14,19 @@ from outpace.bench.machine import describe_draft
 from outpace.bench.methods import Case, run_case
 from outpace.bench.metrics import PLAIN, ResultCell, agreement, result, speed_ratio
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.report import METHOD, SPEEDUP, TAU, Columns, Page, Report, cell, get, scaled, table
+from outpace.bench.report import (
+    METHOD,
+    SPEEDUP,
+    TAU,
+    Columns,
+    Page,
+    Report,
+    get,
+    print_remarks,
+    print_table,
+    scaled,
+    table,
+)
 from outpace.bench.run import Bar, Method, Run, Runs, at_least, check_known, interleave, prompt_and_answer
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
@@ -108,13 +118,6 @@ class BenchSettings:
             or repeat >= self.baseline_repeats
             or (method == "transformers-dflash" and cell.batch > 1)
         )
-
-
-def demo_settings() -> BenchSettings:
-    """About a minute on 2 cores with the embedded target: fewer and shorter runs, the same methods."""
-    return BenchSettings(
-        regimes=("128+128", "1024+512"), batches=(1,), prompts=4, repeats=2, baseline_prompts=1, budget_s=60.0
-    )
 
 
 def lengths(regime: str) -> tuple[int, int]:
@@ -400,16 +403,8 @@ def _measured(report: Report) -> str:
 def print_report(report: Report, console: Console) -> None:
     """The tables at 80 columns; report.md has all of them."""
     for rows in _by_regime(report["results"]).values():
-        title = f"{regime_name(rows[0])} tokens"
-        shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        columns = _known(TERMINAL, rows)
-        for heading, _, _ in columns:
-            shown.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-        for r in rows:
-            shown.add_row(*(cell(r, value, form) for _, value, form in columns))
-        console.print(shown)
-    for line in report["remarks"]:
-        console.print(f"- {line}", highlight=False, markup=False)
+        print_table(console, f"{regime_name(rows[0])} tokens", _known(TERMINAL, rows), rows)
+    print_remarks(console, report)
 
 
 def regime_name(r: dict[str, Any]) -> str:

@@ -11,21 +11,10 @@ from outpace.checkpoint.foreign import foreign_file, foreign_folder, openai_layo
 from outpace.checkpoint.gguf import open_gguf
 from outpace.checkpoint.hf import open_folder
 from outpace.checkpoint.safetensors import DTYPES
+from outpace.checkpoint.shipped import NOT_THERE
 from outpace.ops.quant import Quant, dense
 
 __all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute", "to_tensor"]
-
-EMBEDDED = Path(__file__).parent.parent / "embedded"
-DEFAULT = "default"  # the name of the embedded target
-NOT_THERE = "{} is not there: name a checkpoint's folder, a GGUF file, or 'default'"
-
-
-def target_path(path: str) -> Path:
-    """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
-    named = EMBEDDED / "target" if path == DEFAULT else Path(path)
-    if not named.exists():
-        raise LoadError(NOT_THERE.format(named))
-    return named
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

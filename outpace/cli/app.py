@@ -26,10 +26,14 @@ say = partial(console.print, highlight=False)  # numbers and paths stay uncolour
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="Target: a checkpoint folder, a GGUF file, or 'default'."),
+    typer.Argument(metavar="MODEL", help="Target: a checkpoint folder, a GGUF file, 'default' or 'solver'."),
 ]
 Draft = Annotated[
-    str, typer.Option(help="Draft: a path in any known format, 'dflash', 'suffix', 'ngram' or 'none'.")
+    str,
+    typer.Option(
+        help="Draft: a path in any known format, 'dflash' or 'suffix' (of default), 'solver/dflash', "
+        "'solver/eagle3', 'ngram' or 'none'."
+    ),
 ]
 DeviceName = Annotated[
     str, typer.Option("--device", help="Where the target runs: cpu, cuda, cuda:N, or auto (a GPU if any).")

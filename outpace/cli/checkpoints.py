@@ -41,7 +41,7 @@ def inspect(
     [bold]Examples[/bold]: outpace inspect default --json
     outpace inspect FOLDER --scan
     """
-    from outpace.checkpoint.open import target_path
+    from outpace.checkpoint.shipped import target_path
     from outpace.doctor.checkpoint import validate_checkpoint
 
     with _bytes_bar() as bar:
@@ -97,7 +97,7 @@ def synth(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")],
+    source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, 'default' or 'solver'.")],
     out: Annotated[
         Path, typer.Argument(help="Output: a name that ends in .gguf, or a folder for safetensors.")
     ],

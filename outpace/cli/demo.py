@@ -1,9 +1,10 @@
-"""`outpace demo`: one text decoded twice, with and without speculation, then every method measured."""
+"""`outpace demo`: one problem answered twice, with and without speculation, then every method measured."""
 
 import json
+import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -13,52 +14,84 @@ from outpace.cli.app import app, console, say
 if TYPE_CHECKING:
     from outpace.api import GenerationOutput, Model
 
-PROMPT = '"""Queues of tasks."""\n\nimport threading\n\n\nclass TaskQueue:\n'
-TOKENS = 120
+FAMILY, SEED = "json", 3  # of the problem that is shown
+RECIPE: dict[str, Any] = {
+    "temperatures": (0.0,),
+    "problems": 2,
+    "calibrate_s": 2.0,
+    "methods": {
+        "n-gram": {"draft": "ngram", "controller": (False,)},
+        "EAGLE-3": {"draft": "solver/eagle3", "num_steps": 5, "controller": (False,)},
+        "DFlash 2, tree of 16": {"draft": "solver/dflash", "num_draft_tokens": 16, "controller": (False,)},
+        "DFlash 2": {"draft": "solver/dflash"},
+    },
+}
 
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
-    """Demonstration on the embedded model: text with and without speculation, then the measured table."""
-    from outpace.api import load, load_draft
-    from outpace.bench.speed import PAGE, demo_settings, print_report, run_bench
-    from outpace.checkpoint.save import write_json
-    from outpace.loading import open_dflash
-    from outpace.text.corpus import read_corpus, split
+    """Demonstration on the embedded solver: a problem with and without speculation, then every method.
 
-    model = load("default")
-    say(f"[bold]Prompt[/bold]\n{PROMPT}")
-    plain = _show(model, False, "Autoregressive")
-    fast = _show(model, None, "Speculative, accepted draft tokens in green")
+    The problems are held out: the model has never seen them.
+    """
+    from outpace.api import load
+    from outpace.bench.answers import PAGE, print_report, run_answers
+    from outpace.bench.suite import SuiteRecipe, SuiteRequest
+    from outpace.checkpoint.save import write_json
+    from outpace.tasks.families import FAMILIES
+
+    model = load("solver")
+    problem = FAMILIES[FAMILY].draw(random.Random(SEED), held_out=True)
+    say("[bold]Problem[/bold]")
+    say(f"{problem.question}\n", markup=False)
+    plain = _show(model, problem.question, False, "Autoregressive")
+    fast = _show(model, problem.question, None, "Speculative, accepted draft tokens in green")
     if fast.tokens != plain.tokens:
-        raise ValueError("demo: the speculative text differs from the autoregressive one; this is a bug")
+        raise ValueError("demo: the speculative answer differs from the autoregressive one; this is a bug")
+    verdict = "right" if problem.is_right(fast.text) else f"wrong: it should be {problem.answer}"
     speedup = fast.tokens_per_second / plain.tokens_per_second
     say(
-        f"The same {len(fast.tokens)} tokens, {speedup:.1f} times as fast: "
-        f"{fast.tau:.2f} tokens per forward of the target.\n"
+        f"The answer is {verdict}. The same {len(fast.tokens)} tokens, {speedup:.1f} times as fast: "
+        f"{fast.tau:.2f} tokens per forward of the target.\n",
+        markup=False,
     )
-    held_out = split(read_corpus())[1]
-    dflash, suffix = open_dflash("dflash", model.tokenizer), load_draft("suffix", model)
-    report = run_bench(model.target, dflash, model.tokenizer, held_out, demo_settings(), out, console, suffix)
+    request = SuiteRequest(
+        target=model.target,
+        tokenizer=model.tokenizer,
+        documents=(),
+        recipe=SuiteRecipe(**RECIPE),
+        drafts=out,
+        calibration_text=(),
+        folder=out,
+        console=console,
+    )
+    report = run_answers(request)
     PAGE.write(report, out)
     write_json(out / "trace.json", json.loads(json.dumps(asdict(fast.trace))))
     print_report(report, console)
     say(
-        f"report: {out}/report.md (report.json)   plots: {out}/speed.png, acceptance.png   "
-        f"steps of the text above: {out}/trace.json"
+        f"report: {out}/report.md (report.json)   plot: {out}/answers.png   "
+        f"steps of the answer above: {out}/trace.json"
     )
 
 
-def _show(model: "Model", draft: bool | None, title: str) -> "GenerationOutput":
-    """Decode PROMPT and print the text as it is committed; draft: see `api.generate`."""
+def _show(model: "Model", question: str, draft: bool | None, title: str) -> "GenerationOutput":
+    """Answer, and print the working (dim) and the answer as they are committed; draft: see `api.generate`."""
     from outpace.api import SamplingParams, generate, stream
 
     console.print(f"[bold]{title}[/bold]")
-    generate(model, PROMPT, draft=draft, sampling=SamplingParams(max_tokens=8))  # warm-up
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    pieces = stream(model, PROMPT, draft=draft, sampling=sampling)
+    chat = [{"role": "user", "content": question}]
+    generate(model, chat, draft=draft, sampling=SamplingParams(max_tokens=8))  # warm-up
+    pieces, message = stream(model, chat, draft=draft), 0
     for piece in pieces:
-        console.print(Text(piece.text, style="green" if piece.drafted else ""), end="", soft_wrap=True)
+        if piece.part is None:
+            continue
+        if piece.part.index != message:
+            console.print()
+            message = piece.part.index
+        style = "green" if piece.drafted else ""
+        dim = " dim" if piece.part.kind == "analysis" else ""
+        console.print(Text(piece.part.text, style=style + dim), end="", soft_wrap=True)
     output = pieces.finish()
     console.print(f"\n[dim]{output.tokens_per_second:.0f} tokens/s[/dim]\n")
     return output

@@ -28,7 +28,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; for gguf, a file.")],
     target: Annotated[
         str | None,
-        typer.Option(help="Target: a checkpoint, or 'default'. Needed for speculators and gguf."),
+        typer.Option(help="Target: a checkpoint, 'default' or 'solver'. Needed for speculators and gguf."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Number format: bf16, f32, or q8_0 for gguf. Default: as stored.")
@@ -45,7 +45,8 @@ def export(
     [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
     outpace export dflash --to gguf --target default --out dflash-draft.gguf --dtype q8_0
     """
-    from outpace.formats.export import DTYPES, PACKED, draft_path, export_draft, open_target_files
+    from outpace.checkpoint.shipped import draft_path
+    from outpace.formats.export import DTYPES, PACKED, export_draft, open_target_files
     from outpace.formats.load import read_draft
 
     if dtype is not None and dtype not in (*DTYPES, PACKED):
@@ -96,7 +97,7 @@ def import_(
 @app.command()
 def preflight(
     draft: DraftPath,
-    target: Annotated[str, typer.Option(help="Target: a checkpoint, or 'default'.")] = "default",
+    target: Annotated[str, typer.Option(help="Target: a checkpoint, 'default' or 'solver'.")] = "default",
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,7 +114,8 @@ def preflight(
     [bold]Examples[/bold]: outpace preflight run/draft --target checkpoints/gpt-oss-20b
     outpace preflight draft --target default --engine SGLang --engine vLLM
     """
-    from outpace.formats.export import draft_path, open_target_files
+    from outpace.checkpoint.shipped import draft_path
+    from outpace.formats.export import open_target_files
     from outpace.formats.preflight import ENGINES, show_preflight
     from outpace.formats.preflight import preflight as look
 

@@ -126,9 +126,9 @@ def bench(
 
     [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
 
-    [bold]Example[/bold]: outpace bench SOLVER --suite tasks --out report --set problems=100
+    [bold]Example[/bold]: outpace bench solver --suite tasks --out report --set problems=100
 
-    [bold]Example[/bold]: outpace bench SOLVER --suite memory-answers --out report --set problems=20
+    [bold]Example[/bold]: outpace bench solver --suite memory-answers --out report --set problems=20
 
     [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
 
@@ -200,6 +200,10 @@ def _show(suite: str, report: dict[str, Any], page: "Page", shown: Console) -> N
         from outpace.bench.speed import print_report
 
         print_report(report, shown)
+    if suite == "answers":
+        from outpace.bench import answers
+
+        answers.print_report(report, shown)
     if suite == "device":
         console.print(page.markdown(report), markup=False, highlight=False, soft_wrap=True)
 
@@ -209,7 +213,8 @@ Measured = tuple[dict[str, Any], "Page"]
 
 def _speed(job: Job) -> Measured:
     from outpace.bench.speed import PAGE, BenchSettings, run_bench
-    from outpace.loading import SUFFIX, open_dflash, open_draft, own_draft
+    from outpace.checkpoint.shipped import SUFFIX, own_draft
+    from outpace.loading import open_dflash, open_draft
 
     settings = job.settings(BenchSettings)
     loaded, tokenizer = job.open_target()
@@ -318,7 +323,8 @@ def _soak(job: Job) -> Measured:
 def _device(job: Job) -> Measured:
     from outpace.api import load, load_draft
     from outpace.bench.device import PAGE, Device, DeviceSettings, run_device
-    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.checkpoint.shipped import target_path
     from outpace.drafts.lookup import NGram
     from outpace.models.load import layout_of
     from outpace.models.memory import plan_memory
@@ -360,7 +366,8 @@ def _device(job: Job) -> Measured:
 
 def _synthetic(job: Job) -> Measured:
     from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
-    from outpace.checkpoint.open import is_gguf, target_path
+    from outpace.checkpoint.open import is_gguf
+    from outpace.checkpoint.shipped import target_path
 
     settings, path = job.settings(SyntheticSettings), target_path(job.target)
     loaded, tokenizer = job.open_target()
@@ -461,15 +468,16 @@ def _show_gate(gate: Any) -> None:
 def _check_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.stages import compare_stages, show_stages
+    from outpace.checkpoint.shipped import draft_path
     from outpace.formats.load import read_draft
-    from outpace.loading import draft_folder, loaded_files, open_target, open_weights
+    from outpace.loading import loaded_files, open_target, open_weights
     from outpace.text.corpus import read_corpus, split
 
     loaded, tokenizer = open_target(target)
     weights = open_weights(draft, loaded, tokenizer)  # activations in float32, as in the equations
     if weights is None:
         raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
-    files = read_draft(draft_folder(draft), loaded_files(loaded, tokenizer))[1]
+    files = read_draft(draft_path(draft), loaded_files(loaded, tokenizer))[1]
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 65)
     result = compare_stages(weights, files, loaded, texts)
     if as_json:

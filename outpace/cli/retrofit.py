@@ -165,7 +165,8 @@ def _train(
     out: Path,
 ) -> None:
     """Open the target, train it on the corpus's texts by a trainer of this kind, and show the report."""
-    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.checkpoint.shipped import target_path
     from outpace.checkpoint.tokenizer import open_template
     from outpace.loading import open_target
     from outpace.retrofit.train import train_retrofit

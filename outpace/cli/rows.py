@@ -34,7 +34,8 @@ def rows(
     [bold]Examples[/bold]: outpace rows default chats.jsonl --show 3
     outpace rows gpt-oss-20b chats.jsonl --json > rows.jsonl
     """
-    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.checkpoint.shipped import target_path
     from outpace.checkpoint.tokenizer import open_tokenizer
     from outpace.text.harmony import HarmonyTokens
     from outpace.text.messages import System

@@ -164,8 +164,8 @@ def _served(model: "Model", name: str | None, speculative: str | None, max_num_s
 def _drafts(model: "Model", speculative: str | None) -> tuple[dict[str, Any], str | None]:
     """By method, and the default one; prompt lookup is always there."""
     from outpace.api import load_draft
+    from outpace.checkpoint.shipped import own_draft
     from outpace.drafts.lookup import NGram
-    from outpace.loading import own_draft
 
     drafts: dict[str, Any] = {"ngram": NGram()}
     if speculative == "none":

@@ -153,11 +153,11 @@ def _train(
     start: Any,
 ) -> None:
     """Train a draft on the cache, judged on `prompts`; `start`: the draft named `init`."""
-    from outpace.loading import draft_folder
+    from outpace.checkpoint.shipped import draft_path
     from outpace.train.drafts import read_provenance
 
     teacher = teacher_cache(cache, model.target, final=settings.final)
-    before = None if init is None else read_provenance(draft_folder(init))
+    before = None if init is None else read_provenance(draft_path(init))
     given = settings, model.target, model.tokenizer, teacher, prompts, out
     with resumable(out):
         train(*given, init=start, started_from=before)
@@ -220,7 +220,7 @@ def teacher_build(
     torchrun --nproc-per-node 2 -m outpace teacher build TARGET --out work/cache --tensor-parallel-size 2
     outpace teacher build TARGET --out work/cache --source transformers --device-map balanced
     """
-    from outpace.checkpoint.open import target_path
+    from outpace.checkpoint.shipped import target_path
     from outpace.loading import chat_prompts, open_target
     from outpace.teacher import build
     from outpace.teacher.prompts import ChatPrompts, TextPrompts

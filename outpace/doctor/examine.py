@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outpace.checkpoint.open import Checkpoint, open_checkpoint, target_path
+from outpace.checkpoint.open import Checkpoint, open_checkpoint
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.doctor import engine, prediction, text_checks, weights
 from outpace.doctor.check import Check, skipped

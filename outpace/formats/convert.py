@@ -13,9 +13,10 @@ from torch import Tensor
 from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name, paired_heads, pairs, rope_factors
 from outpace.checkpoint.gguf_config import ARCHITECTURES
 from outpace.checkpoint.gguf_writer import Item, OnBytes, write_items
-from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.open import open_checkpoint
 from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_atomically
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config import ModelConfig

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoint.gguf import GGUFCheckpoint
-from outpace.checkpoint.open import EMBEDDED, Checkpoint, LoadError, open_checkpoint, target_path
+from outpace.checkpoint.open import Checkpoint, open_checkpoint
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import generation_stops, open_tokenizer
 from outpace.formats.load import CANONICAL, FORMATS, detect, kind_of, read_draft, target_fingerprints
 from outpace.formats.spec import (
@@ -28,14 +29,6 @@ from outpace.text.gguf_tokenizer import gguf_vocabulary
 EMBEDDING = "model.embed_tokens.weight"  # of a target
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 PACKED = "q8_0"
-
-
-def draft_path(path: str) -> Path:
-    """A folder or a GGUF file; the embedded draft for "dflash". Raises LoadError where there is none."""
-    message = EMBEDDED / "dflash" if path == "dflash" else Path(path)
-    if not message.exists():
-        raise LoadError(f"{message} is not there: name a draft's folder, a GGUF file, or 'dflash'")
-    return message
 
 
 def open_target_files(path: str) -> TargetFiles:

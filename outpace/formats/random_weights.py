@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
-from outpace.checkpoint.open import EMBEDDED
 from outpace.checkpoint.safetensors import DTYPES, open_file
 from outpace.checkpoint.save import (
     SHARD_BYTES,
@@ -24,6 +23,7 @@ from outpace.checkpoint.save import (
     write_index,
     write_json,
 )
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.checkpoint.strict_json import read_object
 from outpace.models.load import parse_config, wanted_tensors
 from outpace.models.published import GENERATION, PUBLISHED, first_layers

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.open import open_checkpoint
 from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_template
 from outpace.config import Ranges, check_ranges
 from outpace.formats.convert import write_folder

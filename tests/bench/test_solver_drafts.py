@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from outpace.bench.suite import SuiteRecipe
+from outpace.checkpoint.shipped import DRAFTS
 from outpace.config import load_settings
 from outpace.train.dflash import DFlashRecipe
 from outpace.train.eagle3 import Eagle3Recipe
@@ -14,18 +15,22 @@ from outpace.train.eagle3 import Eagle3Recipe
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "drafts"
 SCRIPT = (ROOT / "runs" / "solver_drafts.sh").read_text()
-TRAINED = dict(re.findall(r"^train (\S+) (\S+?)(?: &)?$", SCRIPT, re.MULTILINE))
+TRAINED = {
+    kind: (recipe, name)
+    for kind, recipe, name in re.findall(r"^train (\S+) (\S+) (\w+)", SCRIPT, re.MULTILINE)
+}
 
 
 def test_every_draft_of_the_suite_is_trained():
-    assert TRAINED == {"dflash": "dflash2", "eagle3": "eagle3"}
+    assert TRAINED == {"dflash": ("dflash2", "dflash"), "eagle3": ("eagle3", "eagle3")}
     recipe = load_settings(SuiteRecipe, RECIPES / "suite-answers.toml", {})
     named = {spec.draft for spec in recipe.specs.values()}
-    assert named == {"ngram", *(f"{name}/draft" for name in TRAINED.values())}
+    assert named == {"ngram", *(f"solver/{name}" for _, name in TRAINED.values())}
+    assert named <= {"ngram", *DRAFTS}
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("dflash", DFlashRecipe), ("eagle3", Eagle3Recipe)])
 def test_its_recipes_are_known(kind, settings):
-    path = RECIPES / f"solver-{TRAINED[kind]}.toml"
+    path = RECIPES / f"solver-{TRAINED[kind][0]}.toml"
     recipe = load_settings(settings, path, {})
     assert all(getattr(recipe, name) == value for name, value in tomllib.loads(path.read_text()).items())

@@ -17,7 +17,7 @@ from outpace.bench import methods as ours
 from outpace.bench import metrics, speed
 from outpace.bench.metrics import LosslessCheck, compare, is_tie
 from outpace.bench.run import Results, Timed, interleave
-from outpace.bench.speed import METHODS, PAGE, BenchSettings, demo_settings, lengths, print_report
+from outpace.bench.speed import PAGE, BenchSettings, lengths, print_report
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
@@ -335,4 +335,3 @@ def test_the_regimes_are_the_published_ones():
     assert lengths("short") == (256, 256)
     assert lengths("long") == (1024, 2048)
     assert lengths("64+128") == (64, 128)
-    assert demo_settings().batches == (1,) and demo_settings().methods == METHODS

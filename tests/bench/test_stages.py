@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from outpace.bench.stages import compare_stages, show_stages
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.load import build_draft
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from outpace.checkpoint.open import EMBEDDED, LoadError
+from outpace.checkpoint.open import LoadError
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.checkpoint.tokenizer import generation_stops
 from outpace.loading import open_target
 from outpace.text.tokenizer import SPECIAL, train_bpe

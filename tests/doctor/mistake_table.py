@@ -21,7 +21,8 @@ import tiny
 import torch
 from planted import both, each, plant
 
-from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.compare import Reference, check_logits
 from outpace.doctor.engine import walk

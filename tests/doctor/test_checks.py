@@ -12,7 +12,8 @@ import torch
 from mistake_table import MEASURED
 from planted import each, plant
 
-from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.check import Check
 from outpace.doctor.engine import check_engine, check_rope, check_router, check_rows, examine_layers, walk

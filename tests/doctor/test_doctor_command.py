@@ -6,7 +6,7 @@ import planted
 import pytest
 from planted import each, plant
 
-from outpace.checkpoint.open import target_path
+from outpace.checkpoint.shipped import target_path
 from outpace.cli.main import main
 
 LAYERS = json.loads((target_path("default") / "config.json").read_text())["num_hidden_layers"]

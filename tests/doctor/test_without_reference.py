@@ -8,7 +8,8 @@ import pytest
 import tiny
 from planted import both, each, plant
 
-from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.shipped import target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.mistakes import AS_IS, DOUBLED, HALVED, REVERSED_ALONE
 from outpace.doctor.mistakes import REVERSED as REVERSED_NAME

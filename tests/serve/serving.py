@@ -3,7 +3,6 @@
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import uvicorn
 
@@ -13,14 +12,13 @@ from outpace.serve.app import AppConfig, make_app
 from outpace.serve.engine import EngineConfig
 from outpace.serve.server import Served, Server
 
-SOLVER = Path(__file__).parent.parent.parent / "examples/tiny_target/solver"
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=600, max_waiting=40)
 
 
 @contextmanager
 def serving(model=None, config=CONFIG, door=None, **more):
     """-> the server and its address."""
-    model = model or outpace.load(str(SOLVER))
+    model = model or outpace.load("solver")
     drafts = {"ngram": NGram(block_size=5)}
     server = Server(Served(model=model, name="solver", drafts=drafts, **more), config)
     settings = uvicorn.Config(make_app(server, door or AppConfig()), "127.0.0.1", 0, log_level="error")

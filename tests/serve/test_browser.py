@@ -4,7 +4,7 @@ import shutil
 import time
 
 import pytest
-from serving import CONFIG, SOLVER, serving
+from serving import CONFIG, serving
 
 import outpace
 from outpace.serve.app import AppConfig
@@ -16,7 +16,7 @@ WAIT = 60_000  # ms
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load(str(SOLVER))
+    return outpace.load("solver")
 
 
 @pytest.fixture(scope="module")

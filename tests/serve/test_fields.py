@@ -7,7 +7,7 @@ import logging
 
 import openai
 import pytest
-from serving import SOLVER, serving
+from serving import serving
 from test_http import post
 
 import outpace
@@ -51,7 +51,7 @@ CREATE = {
 
 @pytest.fixture(scope="module")
 def address():
-    with serving(outpace.load(str(SOLVER))) as (_, address):
+    with serving(outpace.load("solver")) as (_, address):
         yield address
 
 

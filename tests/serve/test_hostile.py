@@ -13,9 +13,10 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings, strategies
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from serving import SOLVER, serving
+from serving import serving
 
 import outpace
+from outpace.checkpoint.shipped import target_path
 from outpace.serve.engine import EngineConfig
 
 COUNT = int(os.environ.get("HOSTILE", "300"))
@@ -49,7 +50,7 @@ VALUES = (
 @pytest.fixture(scope="module")
 def port():
     config = EngineConfig(max_num_seqs=4, max_model_len=200, max_waiting=40)
-    with serving(outpace.load(str(SOLVER)), config) as (server, address):
+    with serving(outpace.load("solver"), config) as (server, address):
         yield int(address.rpartition(":")[2])
         assert not server.engine.running and not server.engine.waiting
 
@@ -162,7 +163,7 @@ def test_bytes_that_are_no_http(port):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_picks_no_file_as_its_model(port, path):
-    for name in (str(SOLVER), "../../etc/passwd", "default", "/", "solver/../solver", ""):
+    for name in (str(target_path("solver")), "../../etc/passwd", "default", "/", "solver/../solver", ""):
         status, text = asked(port, path, BODIES[path] | {"model": name})
         assert status == 404
         assert json.loads(text)["error"]["message"].endswith("this server has 'solver'")

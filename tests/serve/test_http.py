@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from serving import CONFIG, SOLVER, serving
+from serving import CONFIG, serving
 
 import outpace
 from outpace.serve.app import AppConfig
@@ -24,7 +24,7 @@ OTHERS = ["Add 4417 and 88.", "Sort this list: [81, 22, 20, 80]", "How many hour
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load(str(SOLVER))
+    return outpace.load("solver")
 
 
 @pytest.fixture(scope="module")

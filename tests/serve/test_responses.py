@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from serving import SOLVER, serving
+from serving import serving
 from test_wire import ANSWER, CALL, PREAMBLE, THOUGHT, answered
 
 import outpace
@@ -14,7 +14,7 @@ from outpace.text.messages import System, parse_conversation
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(outpace.load(str(SOLVER))) as (_, address):
+    with serving(outpace.load("solver")) as (_, address):
         yield openai.OpenAI(base_url=address + "/v1", api_key="any", max_retries=0)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from serving import CONFIG, SOLVER
+from serving import CONFIG
 from test_http import until
 
 import outpace
@@ -24,7 +24,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load(str(SOLVER))
+    return outpace.load("solver")
 
 
 def asked(app, path, body, gone_after):

@@ -7,7 +7,7 @@ from typing import Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import SOLVER, serving
+from serving import serving
 
 import outpace
 from outpace.decode.grammar import Place
@@ -30,7 +30,7 @@ NAMED = {"name": "sum", "schema": SCHEMA, "strict": True}
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load(str(SOLVER))
+    return outpace.load("solver")
 
 
 @pytest.fixture(scope="module")

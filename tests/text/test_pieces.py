@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import nasty
 from vocabularies import KEY, RULES, cut_by, sentencepiece
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.text.gguf_tokenizer import gguf_vocabulary, tokenizer_from_gguf
 from outpace.text.pre_tokenizers import NAMED
 from outpace.text.tokenizer import encode, read_tokenizer

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, processors
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.text import tokenizer as module
 from outpace.text.tokenizer import (
     END_OF_TEXT,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from vocabularies import KEY, RULES, trained
 
-from outpace.checkpoint.open import EMBEDDED
+from outpace.checkpoint.shipped import EMBEDDED
 from outpace.text.gguf_tokenizer import WHOLE, SpecialIds, gguf_vocabulary, special_ids, tokenizer_from_gguf
 from outpace.text.pre_tokenizers import NAMED, O200K, QWEN2
 from outpace.text.tokenizer import SPECIAL, encode, encode_prompt, read_tokenizer, train_bpe
