@@ -120,7 +120,7 @@ def test_generate_with_a_rule(monkeypatch, capsys):
 
 def test_chat_with_a_rule(monkeypatch, capsys):
     sampling = ("--acceptance", "gumbel", "--temperature", 1, "--seed", 2)
-    options = ("chat", "-m", "hi", "-n", 12, *sampling, "--json")
+    options = ("chat", "default", "-m", "hi", "-n", 12, *sampling, "--json")
     names = set()
     for draft in ("none", "dflash"):
         code, out, _ = outpace(monkeypatch, capsys, *options, "--top-k", 50, "--draft", draft)
