@@ -115,15 +115,18 @@ def test_what_the_results_say_of_the_solver():
     costs = report("solver/answers")["costs"]["DFlash 2, greedy"]["points"][0]
     verify, draft = (costs[name][-1] / costs["plain"] for name in ("verify", "draft"))
     assert 4 < verify < 5 and round(draft) == 2 and round(verify + draft) == 6
-    assert fixed["speedup"] < 1.1 and "the draft by itself brings little" in page("solver.md")
+    assert round(fixed["speedup"], 1) == 1.1 and "the draft by itself brings a tenth" in page("solver.md")
     rows = [
         row
         for row in report("solver/answers")["results"]
         if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
     ]
-    assert min(row["speedup"] for row in rows) > 0.99 and "loses more than a hundredth" in page("solver.md")
-    idle = [row["tau"] for row in rows if row["family"] in ("strings", "code edits")]
-    assert max(idle) < 1.2 and "none in strings and edits of code" in page("solver.md")
+    tables, *others = sorted(rows, key=lambda row: row["speedup"])
+    assert tables["family"] == "tables" and others[0]["speedup"] > 0.985
+    lost = f"tables lose {1 - tables['speedup']:.0%}".replace("%", " %")
+    assert f"{lost}, no other family more than a hundredth" in page("solver.md")
+    idle = [row["tau"] for row in rows if row["family"] in ("strings", "addition", "tables")]
+    assert max(idle) < 1.2 and "hardly any in strings, sums and tables" in page("solver.md")
 
 
 def test_tokens_that_the_solver_has_seen():
@@ -143,16 +146,16 @@ def test_tokens_that_the_solver_has_seen():
 def test_what_the_results_say_of_answers_with_less_memory():
     rows = {row["name"]: row for row in report("solver/memory-answers")["rows"]}
     same = ("latents, loss, 75%", *(f"partial KV of {n} tokens, lossless" for n in (128, 64)))
-    assert all(rows[name]["unchanged"] == rows[name]["of"] == 320 for name in same)
-    assert "all of 320 answers stay the same" in page("results.md")
+    assert all(rows[name]["unchanged"] == rows[name]["of"] == 192 for name in (*same, "float16"))
+    assert "all of 192 answers stay the same" in page("results.md")
     half, lossy = rows["latents, loss, 50%"], rows["partial KV of 64 tokens, lossy"]
-    assert half["right"] + 1 == rows["float16"]["right"] + 1 == rows["original"]["right"]
-    assert f"one right answer of {rows['original']['right']} is lost" in page("solver.md")
+    assert half["unchanged"] == half["of"] - 2 and half["right"] >= rows["original"]["right"]
+    assert "with latents of half the size two are, and none that was right is lost" in page("solver.md")
     needles = next(row for row in report("solver/tasks")["families"] if row["family"] == "needles")
     assert round(1 / (1 - needles["accuracy"])) == 7 and "one in seven of those is not solved" in page(
         "solver.md"
     )
-    assert 0.45 < 1 - lossy["unchanged"] / 320 < 0.5 and "nearly half of the answers" in page("solver.md")
+    assert 0.45 < 1 - lossy["unchanged"] / 192 < 0.5 and "nearly half of the answers" in page("solver.md")
 
 
 def test_what_the_results_say_of_answers_over_keys_of_two_bytes():

@@ -128,7 +128,7 @@ def bench(
 
     [bold]Example[/bold]: outpace bench solver --suite tasks --out report --set problems=100
 
-    [bold]Example[/bold]: outpace bench solver --suite memory-answers --out report --set problems=20
+    [bold]Example[/bold]: outpace bench solver --suite memory-answers --out report --set problems=12
 
     [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
 
