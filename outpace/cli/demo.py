@@ -14,7 +14,8 @@ from outpace.cli.app import app, console, say
 if TYPE_CHECKING:
     from outpace.api import GenerationOutput, Model
 
-FAMILY, SEED = "json", 3  # of the problem that is shown
+FAMILY, SEED = "json", 18  # of the problem that is shown
+TOKENS = 600  # of its answer, at most
 RECIPE: dict[str, Any] = {
     "temperatures": (0.0,),
     "problems": 2,
@@ -45,7 +46,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     say("[bold]Problem[/bold]")
     say(f"{problem.question}\n", markup=False)
     plain = _show(model, problem.question, False, "Autoregressive")
-    fast = _show(model, problem.question, None, "Speculative, accepted draft tokens in green")
+    fast = _show(model, problem.question, "solver/dflash", "Speculative, accepted draft tokens in green")
     if fast.tokens != plain.tokens:
         raise ValueError("demo: the speculative answer differs from the autoregressive one; this is a bug")
     verdict = "right" if problem.is_right(fast.text) else f"wrong: it should be {problem.answer}"
@@ -75,14 +76,14 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     )
 
 
-def _show(model: "Model", question: str, draft: bool | None, title: str) -> "GenerationOutput":
+def _show(model: "Model", question: str, draft: str | bool, title: str) -> "GenerationOutput":
     """Answer, and print the working (dim) and the answer as they are committed; draft: see `api.generate`."""
     from outpace.api import SamplingParams, generate, stream
 
     console.print(f"[bold]{title}[/bold]")
     chat = [{"role": "user", "content": question}]
     generate(model, chat, draft=draft, sampling=SamplingParams(max_tokens=8))  # warm-up
-    pieces, message = stream(model, chat, draft=draft), 0
+    pieces, message = stream(model, chat, draft=draft, sampling=SamplingParams(max_tokens=TOKENS)), 0
     for piece in pieces:
         if piece.part is None:
             continue

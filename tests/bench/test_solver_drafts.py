@@ -1,5 +1,6 @@
 """runs/solver_drafts.sh: its recipes load, and its suite compares all drafts that it trains."""
 
+import random
 import re
 import tomllib
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 
 from outpace.bench.suite import SuiteRecipe
 from outpace.checkpoint.shipped import DRAFTS
+from outpace.cli import demo
 from outpace.config import load_settings
+from outpace.tasks.families import FAMILIES
 from outpace.train.dflash import DFlashRecipe
 from outpace.train.eagle3 import Eagle3Recipe
 
@@ -27,6 +30,12 @@ def test_every_draft_of_the_suite_is_trained():
     named = {spec.draft for spec in recipe.specs.values()}
     assert named == {"ngram", *(f"solver/{name}" for _, name in TRAINED.values())}
     assert named <= {"ngram", *DRAFTS}
+
+
+def test_the_demo_compares_what_ships():
+    recipe = SuiteRecipe(**demo.RECIPE)
+    assert {spec.draft for spec in recipe.specs.values()} <= {"ngram", *DRAFTS} and len(recipe.families) == 16
+    assert FAMILIES[demo.FAMILY].draw(random.Random(demo.SEED), held_out=True).held_out
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("dflash", DFlashRecipe), ("eagle3", Eagle3Recipe)])
