@@ -37,7 +37,8 @@ def main(place: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
-            command = [sys.executable, "-m", "outpace", "serve", "solver", "--port", "0"]
+            how = "--port", "0", "--speculative-config", '{"method": "ngram"}'
+            command = [sys.executable, "-m", "outpace", "serve", "solver", *how]
             server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             while not (address := READY.search(log.read_text())):
