@@ -34,10 +34,10 @@ READY = re.compile(r"http://[\d.]+:\d+")
 def main(place: Path) -> None:
     if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
         raise SystemExit("no Chromium here (Debian: apt install chromium)")
+    how = "--port", "0", "--speculative-config", '{"method": "ngram"}'
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
-            how = "--port", "0", "--speculative-config", '{"method": "ngram"}'
             command = [sys.executable, "-m", "outpace", "serve", "solver", *how]
             server = subprocess.Popen(command, stdout=output, stderr=output)
         try:

@@ -26,7 +26,7 @@ train() { # the command's name, the recipe's, and the draft's in the suite
   OMP_NUM_THREADS=1 "$outpace" train "$1" "$target" --recipe "recipes/drafts/solver-$2.toml" --cache "$work/cache" \
     --prompts "$work/held-out.jsonl" --out "$work/$2" ${steps[@]+"${steps[@]}"}
   mkdir -p "$work/solver"
-  cp -r "$work/$2/draft" "$work/solver/$3"
+  ln -sfn "../$2/draft" "$work/solver/$3"
 }
 
 mkdir -p "$work"

@@ -121,10 +121,10 @@ def test_what_the_results_say_of_the_solver():
         for row in report("solver/answers")["results"]
         if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
     ]
-    tables, *others = sorted(rows, key=lambda row: row["speedup"])
-    assert tables["family"] == "tables" and others[0]["speedup"] > 0.985
-    lost = f"tables lose {1 - tables['speedup']:.0%}".replace("%", " %")
-    assert f"{lost}, no other family more than a hundredth" in page("solver.md")
+    tables, strings, *others = sorted(rows, key=lambda row: row["speedup"])
+    assert (tables["family"], strings["family"]) == ("tables", "strings") and others[0]["speedup"] > 0.995
+    lost = f"tables lose {1 - tables['speedup']:.0%}, strings {1 - strings['speedup']:.0%}".replace("%", " %")
+    assert f"{lost}, no other family half of that" in page("solver.md")
     idle = [row["tau"] for row in rows if row["family"] in ("strings", "addition", "tables")]
     assert max(idle) < 1.2 and "hardly any in strings, sums and tables" in page("solver.md")
 

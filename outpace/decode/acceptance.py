@@ -173,8 +173,10 @@ class Match:
         prompts: Sequence[Sequence[int]],
         rng: torch.Generator | None,
         streams: Sequence[int] = (),
+        draft_temperature: float | None = None,
     ) -> None:
-        self.sampling, self.state = sampling, SamplingState(sampling, prompts)
+        self.sampling, self.state, self.rng = sampling, SamplingState(sampling, prompts), rng
+        self.draft_sampling = sampling.for_draft(draft_temperature)
         self.key = key_of(rng) if sampling.temperature else 0
         self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
         self.device = torch.device("cpu")  # of the logits, once some were seen
@@ -239,17 +241,6 @@ class Gumbel(Match):
     """Match with a draft that adds the same noise to its own log q, and so proposes the target's token more
     often (arXiv 2408.07978)."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        prompts: Sequence[Sequence[int]],
-        rng: torch.Generator | None,
-        streams: Sequence[int] = (),
-        draft_temperature: float | None = None,
-    ) -> None:
-        super().__init__(sampling, prompts, rng, streams)
-        self.draft_sampling = sampling.for_draft(draft_temperature)
-
     @property
     def sampler(self) -> DraftSampler:
         return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
@@ -264,16 +255,6 @@ class Rejection(Match):
     q must be what each draft token was drawn from, given all positions before it. Draft tokens that nobody
     drew (q None) are verified by exact match, which for them is the same rule.
     """
-
-    def __init__(
-        self,
-        sampling: Sampling,
-        prompts: Sequence[Sequence[int]],
-        rng: torch.Generator | None,
-        draft_temperature: float | None = None,
-    ) -> None:
-        super().__init__(sampling, prompts, rng)
-        self.rng, self.draft_sampling = rng, sampling.for_draft(draft_temperature)
 
     @property
     def sampler(self) -> DraftSampler:

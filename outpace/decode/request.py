@@ -149,9 +149,9 @@ def _unconstrained(
     sampling, own = request.sampling, request.draft_temperature
     match request.effective_rule:
         case "rejection":
-            return Rejection(sampling, prompts, rng, own)
+            return Rejection(sampling, prompts, rng, draft_temperature=own)
         case "block":
-            return BlockVerification(sampling, prompts, rng, own)
+            return BlockVerification(sampling, prompts, rng, draft_temperature=own)
         case "gumbel":
             return Gumbel(sampling, prompts, rng, request.streams, own)
         case rule:

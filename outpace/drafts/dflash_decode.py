@@ -152,7 +152,7 @@ def _selected(
     books = selector.predecessor_codebook, selector.successor_codebook
     if isinstance(sampler, Greedy):
         return DraftTokens(*_and_none(walk(last, ids, values, lse, h, *books)))
-    if isinstance(sampler, GumbelCoupled) and sampler.cuts_nothing and by_kernel(h, ids, *books):
+    if isinstance(sampler, GumbelCoupled) and sampler.sampling.is_softmax and by_kernel(h, ids, *books):
         keys = sampler.keys(ids.shape[1])
         walked = coupled_walk(last, ids, values, lse, h, books, keys, sampler.temperature)
         return DraftTokens(*_and_none(walked))

@@ -82,8 +82,7 @@ class GumbelCoupled:
     places: Tensor
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        ahead = torch.arange(depth - 1, depth - 1 + logits.shape[1], device=logits.device)
-        return noise.sample(logits, self.sampling, self._keys(ahead)), None
+        return noise.sample(logits, self.sampling, self.keys(logits.shape[1], depth)), None
 
     def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """Normalised, so that a child stays below its parent: with equal noise on both sides, the logits of
@@ -94,14 +93,9 @@ class GumbelCoupled:
     def temperature(self) -> float:
         return self.sampling.temperature
 
-    @property
-    def cuts_nothing(self) -> bool:
-        """Whether the temperature is all that shapes the logits."""
-        return self.sampling == Sampling(temperature=self.sampling.temperature)
-
-    def keys(self, n: int) -> Tensor:
-        """[B, n] int64: of the noise of tokens 1 .. n places ahead."""
-        return self._keys(torch.arange(n, device=self.places.device))
+    def keys(self, n: int, depth: int = 1) -> Tensor:
+        """[B, n] int64: of the noise of tokens depth .. depth + n - 1 places ahead."""
+        return self._keys(torch.arange(depth - 1, depth - 1 + n, device=self.places.device))
 
     def _keys(self, ahead: Tensor) -> Tensor:
         return noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)

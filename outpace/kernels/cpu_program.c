@@ -29,13 +29,13 @@ void run(const Program *p) {
 
 // A step of B rows of one token, up to `most` times: what it chose, best [B], is written to out [most, B] and is its next input, one place later, and
 // aux [aux_size] to all_aux. It ends after the step by which every row has chosen one of `stops`, or that has `odd` logits; taken: how many there were.
-// With keys [most, B] the rows with a heat [B] other than 0 draw from logits [B, V] at that temperature.
+// With keys [most, B] the rows with a temperature [B] other than 0 draw from logits [B, V].
 typedef struct { const Program *step; int64_t *tokens, *start; const int64_t *best, *odd, *stops; floats aux; int64_t *out; float *all_aux; int64_t *taken;
-                 const int64_t *keys; floats heat, logits; int64_t B, V, most, stop_count, aux_size, threads; } Ahead;
+                 const int64_t *keys; floats temperature, logits; int64_t B, V, most, stop_count, aux_size, threads; } Ahead;
 static int64_t chosen(const Ahead *o, long n, long b) {
-    if (!o->keys || !o->heat[b]) return o->best[b];
+    if (!o->keys || !o->temperature[b]) return o->best[b];
     int64_t token;
-    drawn(&(Draw){o->logits + b * o->V, o->keys + n * o->B + b, &token, 1, o->V, o->threads, o->heat[b]});
+    drawn(&(Draw){o->logits + b * o->V, o->keys + n * o->B + b, &token, 1, o->V, o->threads, o->temperature[b]});
     return token;
 }
 void run_ahead(const Ahead *o) {

@@ -1,17 +1,18 @@
 """runs/solver_drafts.sh: its recipes load, and its suite compares all drafts that it trains."""
 
-import random
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from outpace.bench.suite import SuiteRecipe
 from outpace.checkpoint.shipped import DRAFTS
 from outpace.cli import demo
+from outpace.cli.main import app
 from outpace.config import load_settings
-from outpace.tasks.families import FAMILIES
 from outpace.train.dflash import DFlashRecipe
 from outpace.train.eagle3 import Eagle3Recipe
 
@@ -35,7 +36,17 @@ def test_every_draft_of_the_suite_is_trained():
 def test_the_demo_compares_what_ships():
     recipe = SuiteRecipe(**demo.RECIPE)
     assert {spec.draft for spec in recipe.specs.values()} <= {"ngram", *DRAFTS} and len(recipe.families) == 16
-    assert FAMILIES[demo.FAMILY].draw(random.Random(demo.SEED), held_out=True).held_out
+
+
+def test_the_demo_answers_and_measures(tmp_path, monkeypatch):
+    few = {"families": ("talk",), "problems": 1, "calibrate_s": 0.01}
+    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | few)
+    run = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
+    assert run.exit_code == 0 and "The answer is right." in run.output and "DFlash 2" in run.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = [row for row in report["results"] if row["method"] != "llama.cpp"]
+    assert {row["family"] for row in rows} == {"talk", "all"}
+    assert all(row["lossless"]["violations"] == 0 for row in rows) and (tmp_path / "trace.json").is_file()
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("dflash", DFlashRecipe), ("eagle3", Eagle3Recipe)])

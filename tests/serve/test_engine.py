@@ -363,18 +363,18 @@ def test_logits_come_with_the_tokens_and_stop_tokens_end_it():
 
 
 @pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
-@pytest.mark.parametrize("heat", [(0, 0, 0, 0), (0.9, 0, 1.2, 0.9)])
+@pytest.mark.parametrize("temperatures", [(0, 0, 0, 0), (0.9, 0, 1.2, 0.9)])
 @pytest.mark.parametrize("kind", [None, "dflash"])
-def test_requests_make_several_steps_in_a_call(kind, heat, monkeypatch):
+def test_requests_make_several_steps_in_a_call(kind, temperatures, monkeypatch):
     """Some end within one, by a stop token or their limit; what they leave is reused."""
     monkeypatch.setattr(ahead, "SECONDS", 1e3)
     model, calls, run_ahead = target(), [], Decoder.run_ahead
     draft = BoundDFlash(random_dflash(model), model) if kind else None
     prompts = [[5, 6, 7], [*range(20, 50)], [9] * 12, [8, 11]]
-    long = [replace(request(40, temperature), stop=frozenset()) for temperature in heat]
+    long = [replace(request(40, temperature), stop=frozenset()) for temperature in temperatures]
     answers = [alone(model, prompt, wanted, 0) for prompt, wanted in zip(prompts, long, strict=True)]
     stop = frozenset({answers[1][13], answers[2][4]})
-    wanted = [*long[:1], *(replace(each, stop=stop) for each in long[1:3]), request(3, heat[3])]
+    wanted = [*long[:1], *(replace(each, stop=stop) for each in long[1:3]), request(3, temperatures[3])]
     answers = [alone(model, prompt, want, 0) for prompt, want in zip(prompts, wanted, strict=True)]
 
     def counted(self, last, *given):
