@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.against_llama_cpp import chosen, count_of, timed
 from benchmarks.small_moe import make_target
-from examples.tiny_target.training import TargetRecipe
+from examples.tiny_target.model import TargetShape
 from outpace.bench import llama_cpp, plots
 from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
 from outpace.bench.machine import describe_target, machine, provenance, versions
@@ -32,7 +32,7 @@ from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
 
 CONTEXTS, WIDTHS, TIMES = (256, 4096, 32768, 131072), (1, 8), 9
-SHAPE = TargetRecipe(
+SHAPE = TargetShape(
     vocab_size=1024,
     hidden_size=256,
     num_layers=2,

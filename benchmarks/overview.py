@@ -1,6 +1,6 @@
 """The picture on the first page: tokens/s of llama.cpp and of every method on problems, from a report.
 
-    python benchmarks/overview.py reports/solver/answers/report.json docs/overview.png
+    python benchmarks/overview.py reports/answers/report.json docs/overview.png
 
 The values are stored in the file as well (PNG text "Description"); tests/test_front_door.py compares them
 with the report.

@@ -1,4 +1,4 @@
-"""The picture of the page that `outpace serve` shows: the solver answers, drawn by a headless Chromium.
+"""The picture of the page that `outpace serve` shows: two answers, drawn by a headless Chromium.
 
     python benchmarks/page_picture.py docs/page.png
 
@@ -34,11 +34,10 @@ READY = re.compile(r"http://[\d.]+:\d+")
 def main(place: Path) -> None:
     if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
         raise SystemExit("no Chromium here (Debian: apt install chromium)")
-    how = "--port", "0", "--speculative-config", '{"method": "ngram"}'
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
-            command = [sys.executable, "-m", "outpace", "serve", "solver", *how]
+            command = [sys.executable, "-m", "outpace", "serve", "default", "--port", "0"]
             server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             while not (address := READY.search(log.read_text())):
@@ -49,7 +48,7 @@ def main(place: Path) -> None:
                 browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
                 page = browser.new_page(viewport=SIZE, device_scale_factor=1.5)
                 page.goto(address[0])
-                page.wait_for_function("document.getElementById('model').textContent === 'solver'")
+                page.wait_for_function("document.getElementById('model').textContent === 'default'")
                 for question in QUESTIONS:
                     page.fill("#text", question)
                     page.press("#text", "Enter")

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from examples.tiny_target.model import init_weights
-from examples.tiny_target.training import TargetRecipe
+from examples.tiny_target.model import TargetShape, init_weights
 from outpace.bench.machine import machine, provenance, versions
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -25,7 +24,7 @@ from outpace.models.gpt_oss import GptOss
 from outpace.models.load import load_target
 from outpace.models.save import save_target
 
-SHAPE = TargetRecipe(
+SHAPE = TargetShape(
     vocab_size=8192,
     hidden_size=512,
     num_layers=8,
@@ -49,7 +48,7 @@ def median(call: Callable[[], Any], times: int) -> float:
     return statistics.median(seconds)
 
 
-def make_target(folder: Path, shape: TargetRecipe = SHAPE) -> Any:
+def make_target(folder: Path, shape: TargetShape = SHAPE) -> Any:
     model = GptOss(shape.config(1))
     init_weights(model, 1)
     rng = torch.Generator().manual_seed(1)

@@ -55,11 +55,13 @@ class Session:
 
 def main() -> None:
     model = outpace.load("default")
-    prompt = "for name in names:\n    print(name)\nfor name in"
-    sampling = outpace.SamplingParams(max_tokens=40)
-    output = outpace.generate(model, prompt, draft=LastFollower(), sampling=sampling)
-    assert output.tokens == outpace.generate(model, prompt, draft=False, sampling=sampling).tokens
-    print(prompt + output.text)
+    question = (
+        'Rename the key "page" of this JSON to "age": {"page": "blue", "unit": "red", "year": "Nairobi"}'
+    )
+    chat = [{"role": "user", "content": question}]
+    output = outpace.generate(model, chat, draft=LastFollower())
+    assert output.tokens == outpace.generate(model, chat, draft=False).tokens
+    print(output.text)
     print(f"tau {output.tau:.2f}: tokens per forward of the target")
 
 

@@ -213,7 +213,7 @@ def load(
     """A target by name or path.
 
     Args:
-        name: A folder of safetensors, a GGUF file, or an embedded model: "default" or "solver".
+        name: A folder of safetensors, a GGUF file, or the embedded model, "default".
         layers: Number of layers to keep, for debugging.
         kv_cache_dtype: Of cached keys and values: "float32", "float16", "bfloat16"; "auto": by the device.
         activation_dtype: Of what weights multiply: "float32", "bfloat16"; "auto": by the device.
@@ -254,7 +254,7 @@ def load_draft(
     """A draft for a target.
 
     Args:
-        name: "ngram", "none", an embedded draft such as "solver/dflash", the path of a DFlash, an EAGLE-3
+        name: "ngram", "none", an embedded draft such as "dflash", the path of a DFlash, an EAGLE-3
             or a suffix index; None for the best one known for the whole target, if any.
         model: The target.
         num_draft_tokens: Nodes of the draft tree, root included; 0 proposes a chain (suffix: its usual tree).

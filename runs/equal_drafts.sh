@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Every draft of the comparison from one teacher cache with one budget, then the suites that compare them.
+# Every draft of the comparison, for a target of your own: one teacher cache, one budget, and the suites that compare them.
 #
-#   runs/equal_drafts.sh [TARGET] [WORK] [REPORT]
+#   runs/equal_drafts.sh TARGET [WORK] [REPORT]
 #
 # In the environment: STEPS (2500), ROWS (6), SEED (1), SAMPLES of the cache (the recipe's), CORPUS (a folder), SUITE
 # (recipes/drafts/suite.toml). In minutes, to see it walk:
-#   STEPS=2 ROWS=2 SAMPLES=16 SUITE=recipes/drafts/suite-micro.toml runs/equal_drafts.sh default work/micro work/micro/report
+#   STEPS=2 ROWS=2 SAMPLES=16 SUITE=recipes/drafts/suite-micro.toml runs/equal_drafts.sh TARGET work/micro work/micro/report
 #
 # The budget is counted in tokens of the texts trained on: STEPS x ROWS texts of the cache, prompts included, the
 # same texts in the same order for every draft (one seed, one walk). What a draft makes of a text is its own affair:
@@ -13,7 +13,7 @@
 # Everything resumes: a finished draft is skipped, a stopped one goes on from its checkpoint, and so do the suites.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target="${1:-default}"
+target="${1:?name the target: runs/equal_drafts.sh TARGET [WORK] [REPORT]}"
 work="${2:-work/equal-drafts}"
 report="${3:-reports/drafts/equal}"
 outpace="${OUTPACE:-.venv/bin/outpace}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from questions import ANSWER, QUESTION
 
 from outpace.cli.main import main
 
@@ -53,9 +54,9 @@ def test_the_text_is_the_same_with_every_draft(monkeypatch, capsys):
         ["dflash", "--num-draft-tokens", 12],
         ["dflash", "--num-draft-tokens", 70],
     ):
-        _, out, _ = run(monkeypatch, capsys, "generate", "def main():", "-n", 40, "--draft", *draft)
+        _, out, _ = run(monkeypatch, capsys, "generate", "default", QUESTION, "--chat", "--draft", *draft)
         texts.add(out)
-    assert len(texts) == 1
+    assert len(texts) == 1 and ANSWER in texts.pop()
 
 
 def test_partial_kv_changes_no_text_unless_it_is_lossy(monkeypatch, capsys, tmp_path):
@@ -65,7 +66,7 @@ def test_partial_kv_changes_no_text_unless_it_is_lossy(monkeypatch, capsys, tmp_
     _, plain, _ = run(monkeypatch, capsys, *given, "--draft", "none")
     sizes = "n_window_blocks=1", "n_sink_blocks=1", "block_size=4"
     few = (*given, "--kv-budget", 12, *(x for size in sizes for x in ("--kv-budget-set", size)))
-    for draft in ("ngram", "suffix", "dflash", "none"):
+    for draft in ("ngram", "dflash", "eagle3", "none"):
         _, out, _ = run(monkeypatch, capsys, *few, "--draft", draft)
         assert out == plain, draft
     code, output, _ = run(monkeypatch, capsys, *few, "--json")
@@ -82,7 +83,7 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
     )
     code, output, _ = run(monkeypatch, capsys, "retrofit", "mla", "--out", out, *recipe, "--json")
     report = json.loads(output)
-    assert code == 0 and report["numbers_per_token"]["after"] == 6 * 3
+    assert code == 0 and report["numbers_per_token"]["after"] == 3 * 3
     texts = {}
     for name, model, options in (
         ("whole", "default", ("--draft", "none")),
@@ -101,7 +102,7 @@ def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_pa
     corpus = ("--corpus", Path(sysconfig.get_path("stdlib"), "asyncio"))
     given = [*corpus, *(x for item in made for x in ("--set", item))]
     code, output, _ = run(monkeypatch, capsys, "retrofit", "dsa", "--out", out, *given, "--json")
-    assert code == 0 and json.loads(output)["settings"]["index_heads"] == 6
+    assert code == 0 and json.loads(output)["settings"]["index_heads"] == 8
     prompt = tmp_path / "long.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
     texts, ask = {}, ("--prompt-file", prompt, "-n", 30, "--ignore-eos")
@@ -169,7 +170,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "default", "x", "--no-mla"), "no latent KV to switch"),
         (
             ("retrofit", "mla", "--out", "x", "--set", "rank=999"),
-            "rank 999: keys and values of a layer have 128",
+            "rank 999: keys and values of a layer have 512",
         ),
         (("retrofit", "mla", "--out", "x", "--set", "methode=svd"), "did you mean `method`"),
         (("generate", "default", "x", "--no-dsa"), "no sparse attention to switch"),
@@ -203,7 +204,6 @@ def test_inspect_default(monkeypatch, capsys):
             ("generate", "default", "x", "--num-steps", "8", "--draft", "dflash"),
             "num_steps 8: only an EAGLE-3 has it",
         ),
-        (("generate", "default", "x", "--num-steps", "8"), "suffix is a suffix index, without num_steps"),
         (("generate", "default", "x", "-n", "200000"), "positions end at"),
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from questions import QUESTION
 from rich.console import Console
 
 import outpace
@@ -158,7 +159,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
 
 def test_answers_that_are_cut_off_say_so():
     _, aside, turns, _ = chat(Scripted(FIRST), "one", max_tokens=4)
-    assert aside.endswith("(no answer (other), cut off after 4 tokens: allow more with --max-tokens)\n")
+    assert aside.endswith("(no answer (analysis), cut off after 4 tokens: allow more with --max-tokens)\n")
     assert turns[0].finish_reason == "length"
     length = len(encode(TOKENIZER, FIRST))
     out, aside, _, _ = chat(Scripted(FIRST), "one", max_tokens=length - 1)
@@ -181,17 +182,18 @@ def test_a_chat_that_outgrows_the_model():
 
 
 def test_with_a_real_target():
-    """The embedded model does not speak Harmony; it is still decoded, with a draft or without."""
+    """It is cut off in its analysis, with a draft or without."""
     model, answers = outpace.load("default"), []
     for draft in (None, NGram()):
         harmony_chat = HarmonyChat(model.tokenizer, System())
         sampling = SamplingParams(max_tokens=12)
         held = ChatSession(model, harmony_chat, sampling, torch.Generator().manual_seed(0), draft)
-        harmony_chat.add_user("def main():")
+        harmony_chat.add_user("What is 4012 + 599?")
         parts = []
         turn = held.answer(parts.append)
         assert len(turn.tokens) == 12 and turn.finish_reason == "length"
-        assert [part.kind for part in parts] == ["other"] and parts == turn.parts
+        assert {part.kind for part in parts} == {"analysis"}
+        assert "".join(part.text for part in parts) == "".join(part.text for part in turn.parts)
         answers.append(turn.tokens)
     assert answers[0] == answers[1]
 
@@ -359,6 +361,11 @@ def test_a_model_with_a_chat_template(monkeypatch, capsys, tmp_path):
     assert len(data["tokens"]) <= 7 and all(part["kind"] == "final" for part in data["parts"])
 
 
+QUESTIONS = (
+    "What is 4012 + 599?", QUESTION, "What is 12 * 31?", "Spell this word backwards: netof", QUESTION, "Why?"
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("draft", ["none", "ngram", "dflash"])
 def test_a_chat_that_remembers_answers_as_one_that_reads_all_again(draft, monkeypatch):
     """Over turns, a reset, and Ctrl-C in the middle of an answer."""
@@ -366,13 +373,13 @@ def test_a_chat_that_remembers_answers_as_one_that_reads_all_again(draft, monkey
     model = outpace.load()
     bound = outpace.load_draft(draft, model)
     sampling = SamplingParams(max_tokens=40, prefill_chunk=64)
-    chats = [HarmonyChat(TOKENIZER, System(reasoning="low")) for _ in range(2)]
+    chats = [HarmonyChat(TOKENIZER, System()) for _ in range(2)]
     sessions = [
         ChatSession(model, chats.pop(), sampling, torch.Generator(), bound, {}, memory)
         for memory in (PrefixCache(model.target, bound), None)
     ]
     cached = []
-    for turn, text in enumerate(["What is a list?", "And a tuple?", "Go on.", "Why?", "def f(x):", "More."]):
+    for turn, text in enumerate(QUESTIONS):
         seen = []
 
         def stop(token):

@@ -70,10 +70,6 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
             "draft weights 'q8_0': 'ngram' has no weights",
         ),
         (("generate", "default", "x", *OWN, "--draft-quant", "int4"), "draft weights 'int4': known are q8_0"),
-        (
-            ("generate", "default", "x", *PACKED),
-            "suffix is a suffix index, without num_steps, topk and weights",
-        ),
         (("calibrate", "--draft", "none", *PACKED), "'none' has no weights"),
         (
             ("bench", "--suite", "drafts", "--recipe", "x", "--out", "o", *PACKED),

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from questions import QUESTION
 
 from outpace.cli.main import main
 from outpace.decode.controller import Fixed
@@ -14,9 +15,9 @@ from outpace.drafts.lookup import NGram
 from outpace.drafts.tree import DDTree
 from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling, probabilities
-from outpace.text.tokenizer import encode_prompt
+from outpace.tasks.prompts import problem_prompts
+from outpace.text.harmony import HarmonyTokens
 
-TEXTS = ("def fibonacci(n):\n    if n < 2:\n", "import os\nimport sys\n\n\nclass Reader:", "for i in range(")
 NEW = 24
 
 
@@ -26,8 +27,9 @@ def embedded():
     return target, open_draft("dflash", target, tokenizer), tokenizer
 
 
+@functools.cache
 def prompts():
-    return [encode_prompt(embedded()[2], text) for text in TEXTS]
+    return problem_prompts(HarmonyTokens(embedded()[2]), 3, 3, 150)
 
 
 @functools.cache
@@ -74,10 +76,11 @@ def exact(prompt, how):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_come_as_often_as_they_should(rule):
-    """300 rows of one prompt; a round verifies two draft tokens of each. Hot, for the target is sure of its
-    words: at temperature 1 a few texts would have all the chance."""
+    """500 rows of one prompt; a round verifies two draft tokens of each. Hot, for the target is sure of its
+    words: at temperature 1 one text would have all the chance."""
     target, draft, _ = embedded()
-    how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[2]
+    how, rows = Sampling(temperature=10.0, top_k=4), 500
+    prompt = [*prompts()[2], *plainly(Request(max_new_tokens=6))[2]]  # the header is behind it
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
     got = generate(
         target, [prompt] * rows, request, draft, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
@@ -104,7 +107,7 @@ def outpace(monkeypatch, capsys, *arguments):
 
 def test_generate_with_a_rule(monkeypatch, capsys):
     sampling = ("--temperature", 1, "--min-p", 0.02, "--seed", 3, "--repetition-penalty", 1.1)
-    options = ("generate", "default", TEXTS[0], "-n", 20, *sampling, "--json")
+    options = ("generate", "default", QUESTION, "--chat", "-n", 20, *sampling, "--json")
     names = set()
     for draft in ("none", "ngram", "dflash"):
         code, out, _ = outpace(monkeypatch, capsys, *options, "--draft", draft, "--acceptance", "gumbel")

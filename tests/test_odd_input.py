@@ -31,7 +31,7 @@ FLAGS = """
     kv-budget-set layers top-logits prefill-chunk tensor-parallel-size
 """
 WORDS = st.sampled_from(
-    ["none", "ngram", "suffix", "dflash", "q8_0", "gumbel", "block", "rejection", "auto", "off", "always"]
+    ["none", "ngram", "eagle3", "dflash", "q8_0", "gumbel", "block", "rejection", "auto", "off", "always"]
 )
 LENGTHS = st.sampled_from(["0", "-1", "4", "1e3", "131073", str(2**70)])
 OPTIONS = st.lists(

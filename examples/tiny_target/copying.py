@@ -55,7 +55,7 @@ def _bring(attention: Attention, frequencies: Tensor, own: Tensor, to: tuple[Ten
     """Two heads of each group look one token back, and two: keys have `NEAR` at the real part of the fastest
     frequencies, and queries that vector turned back by the distance: their product is highest there."""
     bias, weight, D = attention.qkv_proj.bias, attention.qkv_proj.weight, attention.head_dim
-    assert bias is not None and isinstance(weight, Tensor)  # see `TargetShape`
+    assert bias is not None and isinstance(weight, Tensor)
     n, group = len(frequencies), attention.heads // attention.kv_heads
     weight[: (attention.heads + attention.kv_heads) * D] *= QUIET
     for kv in range(attention.kv_heads):

@@ -1,6 +1,6 @@
 """What training a small target begins with: its shape, its first weights, its optimizers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,27 +20,20 @@ from outpace.train.trainer import Muon, warmup_linear
 
 HEAD = 4.0  # logit of a token that the last state is the embedding of, at first
 COPYING = ("layers.0.self_attn.", "layers.1.self_attn.")  # see copying.py
-TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetShape:
-    """A gpt-oss, or a dense Qwen3, of any size, and how its weights are learnt: what the recipes of all
-    trainings share.
-
-    A dense one takes `intermediate_size`; experts, windows and the rounding to MXFP4 are the other's.
-    """
+    """A gpt-oss of any size, and how its weights are learnt."""
 
     MAY_BE_0: ClassVar[tuple[str, ...]] = ("seed", "warmup")
 
-    architecture: str = "GptOssForCausalLM"  # or "Qwen3ForCausalLM"
     vocab_size: int = 1024
     hidden_size: int = 320
     num_layers: int = 6
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 64
-    intermediate_size: int = 640
     expert_size: int = 256
     num_experts: int = 8
     experts_per_token: int = 2
@@ -62,10 +55,8 @@ class TargetShape:
     bfloat16: bool = True  # products, where the device multiplies it as such
 
     def __post_init__(self) -> None:
-        if self.architecture not in TRAINED:
-            raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
-        if self.copying and (self.architecture != "GptOssForCausalLM" or self.num_layers < 2):
-            raise ValueError("copying: it takes two layers of GptOssForCausalLM: heads with biases")
+        if self.copying and self.num_layers < 2:
+            raise ValueError("copying: it takes two layers")
         for name, value in vars(self).items():
             if type(value) is int and value < 1 and name not in self.MAY_BE_0:
                 raise ValueError(f"{name} {value}: it must be at least 1")
@@ -73,28 +64,6 @@ class TargetShape:
                 raise ValueError(f"{name} {value} is below 0")
 
     def config(self, end_of_text: int) -> ModelConfig:
-        if self.architecture == "Qwen3ForCausalLM":
-            return replace(
-                self._trunk(end_of_text),
-                architecture=self.architecture,
-                intermediate_size=self.intermediate_size,
-                rms_norm_eps=1e-6,
-                qk_norm=True,
-            )
-        return replace(
-            self._trunk(end_of_text),
-            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
-            sliding_window=self.sliding_window,
-            attention_bias=True,
-            sinks=True,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            expert_size=self.expert_size,
-            moe_layers=(True,) * self.num_layers,
-            swiglu_limit=7.0,
-        )
-
-    def _trunk(self, end_of_text: int) -> ModelConfig:
         return ModelConfig(
             architecture="GptOssForCausalLM",
             vocab_size=self.vocab_size,
@@ -111,25 +80,33 @@ class TargetShape:
                 original_max_position=self.original_max_position,
                 truncate=False,
             ),
-            layer_types=(FULL,) * self.num_layers,
-            sliding_window=0,
+            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
+            sliding_window=self.sliding_window,
             max_position_embeddings=int(self.original_max_position * self.rope_factor),
             rms_norm_eps=1e-5,
             eos_token_ids=(end_of_text,),
             pad_token_id=end_of_text,
+            attention_bias=True,
+            sinks=True,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_size=self.expert_size,
+            moe_layers=(True,) * self.num_layers,
+            swiglu_limit=7.0,
         )
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "expert_size",
+    "num_experts", "experts_per_token", "sliding_window",
+)  # fmt: skip
 
 
 def shape_of(config: ModelConfig) -> dict[str, Any]:
     """The fields of a recipe that a trained target settles."""
-    own = ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     rope = config.rope
     positions = {"original_max_position": rope.original_max_position, "rope_factor": rope.factor}
-    values = {name: getattr(config, name) for name in own} | positions | {"rope_theta": rope.theta}
-    if not config.num_experts:
-        return values | {"intermediate_size": config.intermediate_size}
-    experts = ("expert_size", "num_experts", "experts_per_token", "sliding_window")
-    return values | {name: getattr(config, name) for name in experts}
+    return {name: getattr(config, name) for name in SIZES} | positions | {"rope_theta": rope.theta}
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Training of a target that solves problems: generated ones, new at every step."""
+"""Training of a target on generated problems, new ones at every step."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ AHEAD = 4  # steps that each process of a training has ready
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemRecipe(TargetShape):
-    """How to train a target on problems of all families. Fields of solver.toml."""
+    """How to train a target on problems of all families. Fields of examples/tiny_target/*.toml."""
 
     decay: float = 0.3
     steps: int = 2500
@@ -49,7 +49,7 @@ class ProblemRecipe(TargetShape):
     save_every: int = 50
     eval_every: int = 100
     eval_problems: int = 16  # of each family, held out; ..
-    judged_problems: int = 100  # .. and when the trained model is saved
+    test_problems: int = 100  # .. and when the trained model is saved
 
 
 def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def exact_share(model: Decoder, tokens: HarmonyTokens, problems: int, batch_toke
     return {name: count / problems for name, count in right.items()}
 
 
-def train_solver(
+def train_target(
     recipe: ProblemRecipe,
     tokenizer: Tokenizer,
     folder: Path,
@@ -184,7 +184,7 @@ def train_solver(
             recipe,
             update,
             OneFile(folder, learner.parts()),
-            title="solver",
+            title="target",
             evaluate=evaluate,
             eval_every=recipe.eval_every,
             stop_after=stop_after,

@@ -26,15 +26,18 @@ from outpace.bench.report import (
     table,
 )
 from outpace.bench.run import Bar, Method, interleave, seed_for
-from outpace.bench.suite import BenchSetup, SuiteRecipe, SuiteRequest, set_up
-from outpace.bench.tasks import calls, draw
+from outpace.bench.suite import BenchSetup, SuiteRequest, set_up
+from outpace.bench.tasks import calls
 from outpace.decode.generate import generate
 from outpace.tasks.problem import Problem
+from outpace.tasks.prompts import draw, draw_mixed, problem_text
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 from outpace.text.harmony_parser import HarmonyParser, answer
 
 ALL = "all"  # in place of a family
-CALIBRATED = 8  # problems of a family that the cost tables are measured on
+# for the cost tables, of other problems than those that are answered: a text of so many tokens, and prompts,
+# for the acceptance rates, of so many problems of a family
+MEASURED, CALIBRATED = 16384, 8
 
 
 def run_answers(request: SuiteRequest) -> Report:
@@ -43,7 +46,9 @@ def run_answers(request: SuiteRequest) -> Report:
     target, and for a target without Harmony's tokens."""
     recipe = replace(request.recipe, repeats=1)  # more problems instead
     tokens = HarmonyTokens(request.tokenizer)
-    text, prompts = _calibrated(recipe, tokens)
+    text = problem_text(tokens, MEASURED, recipe.seed + 1, recipe.effort, recipe.families)
+    others = draw_mixed(CALIBRATED * len(recipe.families), recipe.seed + 1, recipe.families)
+    prompts = [prompt_ids(problem.prompt(recipe.effort), tokens) for problem in others]
     request = replace(request, recipe=recipe, calibration_text=text, calibration_prompts=prompts)
     plans = {t: [plain_case(t, _rule(t)), *recipe.cases(t, (_rule(t),))] for t in recipe.temperatures}
     setup = set_up(request, [case for cases in plans.values() for case in cases], batch=1)
@@ -67,18 +72,6 @@ def run_answers(request: SuiteRequest) -> Report:
 def _rule(temperature: float) -> str:
     """Every method writes the same answer."""
     return "gumbel" if temperature else "match"
-
-
-def _calibrated(recipe: SuiteRecipe, tokens: HarmonyTokens) -> tuple[list[int], list[list[int]]]:
-    """Other problems than those that are answered: with their answers as one text, and alone, of each family
-    in turn."""
-    ids: list[int] = []
-    prompts: list[list[int]] = []
-    for problems in zip(*(draw(f, CALIBRATED, recipe.seed + 1) for f in recipe.families), strict=True):
-        for problem in problems:
-            ids += prompt_ids(problem.conversation(recipe.effort), tokens)
-            prompts.append(prompt_ids(problem.prompt(recipe.effort), tokens))
-    return ids, prompts
 
 
 def _answered(

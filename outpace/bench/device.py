@@ -1,7 +1,7 @@
 """The suite device: what an executor guarantees on the device that is there, and how fast it decodes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.prompts import held_out_prompts
+from outpace.bench.prompts import prompts_for
 from outpace.bench.report import RATE, TAU, Page, Report, table_of
 from outpace.bench.run import Bar, Prompts, Run, at_least, timed
 from outpace.decode.exactness import BATCHES, WIDTHS, check_rows
@@ -32,8 +32,8 @@ Check = Callable[[], str | None]  # -> "" for a pass, else why it fails; None: n
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
-    """Speed of `concurrency` sequences at once, of prompts of `prompt_tokens` and answers of `new_tokens`;
-    rows of passes of up to `widest` tokens are compared."""
+    """Speed of `concurrency` sequences at once, of prompts of `prompt_tokens` (problems: of up to so many)
+    and answers of up to `new_tokens`; rows of passes of up to `widest` tokens are compared."""
 
     concurrency: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 64
@@ -71,7 +71,7 @@ def run_device(
 ) -> Report:
     """-> the report. A stopped run continues from folder/progress.jsonl. Raises ValueError for too few
     prompts."""
-    prompts = held_out_prompts(tokenizer, documents, max(settings.concurrency), settings.prompt_tokens)
+    prompts = prompts_for(tokenizer, documents, max(settings.concurrency), settings.prompt_tokens)
     inputs = {"device": device.name, "drafts": list(device.drafts), "settings": settings}
     run = Run(device.target.decoder, folder, **inputs)
     cells = [(n, method) for n in settings.concurrency for method in device.methods]
@@ -136,7 +136,8 @@ def _checked(check: Check) -> dict[str, Any]:
 
 def _speed(device: Device, method: str, prompts: Prompts, settings: DeviceSettings) -> dict[str, Any]:
     """The second of two equal runs: the first one captures, or compiles, every shape."""
-    draft, request = device.methods[method], _request(settings)
+    draft, stop = device.methods[method], frozenset(device.target.config.eos_token_ids)
+    request = replace(_request(settings), stop=stop)
     for _ in range(2):
         done = timed(lambda show: generate(device.target, prompts, request, draft, on_tokens=show))
     trace = done.trace
@@ -211,7 +212,7 @@ speed_table = table_of(
 def _measured(report: Report) -> str:
     settings = report["settings"]
     return (
-        f"on {report['device']}, prompts of {settings['prompt_tokens']} tokens and answers of "
+        f"on {report['device']}, prompts of up to {settings['prompt_tokens']} tokens, answers of up to "
         f"{settings['new_tokens']}, temperature 0, the draft's full length in every step"
     )
 

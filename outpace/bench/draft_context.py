@@ -51,8 +51,8 @@ class DraftContextSettings:
     """`shapes`: the draft as it is; the same weights without its window (where it has one); the published
     draft of gpt-oss-20b with random weights. `observed`: verified tokens per step. A cell (shape, context,
     variant) is repeated for `cell_s` seconds, at most `repeats` times and at least twice, or once where one
-    step takes longer. `acceptance`: "P+D", prompts of P and answers of D tokens that every variant
-    decodes."""
+    step takes longer. `acceptance`: "P+D", prompts of P and answers of D tokens (problems: of up to so
+    many) that every variant decodes."""
 
     shapes: tuple[str, ...] = SHAPES
     contexts: tuple[int, ...] = (2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 120 * K)
@@ -266,11 +266,12 @@ def acceptance(
     draft: DFlash, target: Decoder, prompts: list[list[int]], new_tokens: int, settings: DraftContextSettings
 ) -> list[dict[str, Any]]:
     """Acceptance and speed of every variant at temperature 0, one prompt at a time and interleaved."""
-    request = Request(max_new_tokens=new_tokens)
+    request = Request(max_new_tokens=new_tokens, stop=frozenset(target.config.eos_token_ids))
     runs: dict[str, list[Trace]] = {variant: [] for variant in settings.variants}
-    differ = dict.fromkeys(settings.variants, 0)
+    differ, decoded = dict.fromkeys(settings.variants, 0), 0
     for prompt in prompts:
         answer = generate(target, [prompt], request).tokens[0]
+        decoded += len(answer) - 1
         for variant in settings.variants:
             out = generate(target, [prompt], request, VariantDraft(draft, target, variant))  # type: ignore[arg-type]
             runs[variant].append(out.trace)
@@ -287,7 +288,7 @@ def acceptance(
                 "accepted_first": round(sum(n > 0 for n in lens) / len(lens), 4),
                 "rounds": len(lens),
                 "draft_ms": round(1000 * trace.seconds["draft"] / len(lens), 3),
-                "tokens_per_s": round(len(prompts) * (new_tokens - 1) / trace.decode_seconds, 1),
+                "tokens_per_s": round(decoded / trace.decode_seconds, 1),
                 "texts_that_differ_from_plain": differ[variant],
             }
         )

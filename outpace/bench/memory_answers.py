@@ -24,13 +24,14 @@ from outpace.bench.retrofits import (
     kv_memory,
 )
 from outpace.bench.run import Bar, Run, at_least
-from outpace.bench.tasks import Decode, ProblemSettings, Solution, draw, solve
+from outpace.bench.tasks import Decode, ProblemSettings, Solution, solve
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.drafts.lookup import NGram
 from outpace.kv.partial import PartialConfig
 from outpace.models.decoder import Decoder
 from outpace.tasks.families import FAMILIES
+from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 
 

@@ -43,7 +43,7 @@ PROVENANCE = {  # a report's key -> the key in a draft's provenance.json
 class MethodSpec:
     """A method of a suite's recipe: a table [methods.NAME].
 
-    `draft`: a folder under the suite's --drafts, or "dflash", "suffix" or "ngram". `num_draft_tokens`,
+    `draft`: a folder under the suite's --drafts, or "dflash", "eagle3" or "ngram". `num_draft_tokens`,
     `num_steps`, `topk`: the shape of its proposals, as in `loading.py: open_draft`; 0: a chain of the usual
     length. `weights`: "q8_0" quantises its matrices to 8 bits; None: as stored. `rules`: acceptance rules
     above temperature 0. `controller`: without it, with it, or both. `partial`: partial KV with `tokens` per

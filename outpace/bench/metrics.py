@@ -192,13 +192,15 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ResultCell:
-    """One regime at one batch size: groups of prompts, and the runs of each method."""
+    """One regime at one batch size: groups of prompts, the runs of each method, and how many tokens are
+    decoded: `new_tokens` at most, `counts` of each group where they differ."""
 
     regime: str
     batch: int
     new_tokens: int
     groups: list[list[list[int]]]
     runs: dict[str, Runs]
+    counts: list[int] | None = None
 
 
 def result(

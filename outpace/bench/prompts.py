@@ -1,4 +1,4 @@
-"""The prompts every number is measured on: held-out text, cut at line starts, never overlapping."""
+"""The prompts every number is measured on: held-out problems, or text that is cut at line starts."""
 
 import hashlib
 from collections import deque
@@ -6,7 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
+from outpace.tasks.prompts import harmony_of, problem_prompts
 from outpace.text.corpus import Document
+
+SEED = 1
+
+
+def prompts_for(
+    tokenizer: Tokenizer, documents: Sequence[Document], count: int, length: int
+) -> list[list[int]]:
+    """Problems of at most `length` ids for a model that speaks Harmony, for others `held_out_prompts`."""
+    harmony = harmony_of(tokenizer)
+    if harmony is None:
+        return held_out_prompts(tokenizer, documents, count, length)
+    return problem_prompts(harmony, count, SEED, length)
 
 
 def held_out_prompts(

@@ -1,6 +1,6 @@
 """Tables in documentation pages, generated from reports between two markers.
 
-    <!-- table: lossless ../reports/drafts/embedded/lossless/report.json -->
+    <!-- table: answers ../reports/answers/report.json -->
     ...generated...
     <!-- end -->
 
@@ -30,6 +30,7 @@ from outpace.bench import (
 )
 from outpace.bench.machine import unpublishable
 from outpace.bench.report import METHOD, TAU, Columns, Report, by_name, table_of
+from outpace.bench.speed import regime_name
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -78,10 +79,8 @@ llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
     *ROUNDED,
 )
 speed_table = table_of(  # of the suite speed
-    lambda report: [
-        {"text": f"{row['prompt_tokens']:,} + {row['new_tokens']:,}", **row} for row in report["results"]
-    ],
-    ("prompt + new tokens", "text", "{}"),
+    lambda report: [{"text": regime_name(row), **row} for row in report["results"]],
+    ("text", "text", "{}"),
     ("batch", "batch", "{}"),
     METHOD,
     ("tokens/s", "tokens_per_s", "{:,.0f}"),

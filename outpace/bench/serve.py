@@ -3,10 +3,11 @@
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,9 +23,17 @@ from outpace.bench.servers import LLAMA_SERVER, Address, Answered, ask
 from outpace.checkpoint.open import is_gguf
 from outpace.checkpoint.shipped import target_path
 from outpace.models.decoder import Decoder
+from outpace.tasks.problem import Problem
+from outpace.tasks.prompts import draw_short, harmony_of
 from outpace.text.corpus import Document
+from outpace.text.harmony import prompt_ids
+from outpace.text.messages import System
 
 OFF, ON = "no draft", "draft"
+QUESTIONS, VARIANTS = 32, 50  # the latter for each method
+DATED = 60  # tokens by which a system message with a date is longer, at most
+FIRST_DAY = date(2024, 1, 1)
+Prompts = Callable[[int, int], list[int]]  # question and variant -> prompt
 COLOURS = {OFF: plots.PALETTE[1], ON: plots.BLUE, LLAMA_SERVER: plots.GREY}
 
 
@@ -32,7 +41,8 @@ COLOURS = {OFF: plots.PALETTE[1], ON: plots.BLUE, LLAMA_SERVER: plots.GREY}
 class ServeSettings:
     """At each of `concurrency`, so many clients ask one question after the other, `arrivals` together and two
     each at least; at each of `rates`, `arrivals` questions come at random times, that many a second in the
-    mean."""
+    mean. A question is a held-out problem, answered to its end or up to `new_tokens`; where the target does
+    not speak Harmony, held-out text of `prompt_tokens` that goes on for `new_tokens`."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     rates: tuple[float, ...] = ()
@@ -67,7 +77,7 @@ def run_serve(
     command that serves it. llama-server is measured with it where there is one. Raises ValueError for too
     few prompts, OSError where a server does not start."""
     most = int(max((*settings.concurrency, settings.arrivals if settings.rates else 1)))
-    prompts = held_out_prompts(tokenizer, documents, min(most, 32), settings.prompt_tokens)
+    prompts = _prompts(tokenizer, documents, min(most, QUESTIONS), settings)
     remarks: list[str] = []
     with ExitStack() as stack:
         file = stack.enter_context(_peers_file(target, name, tokenizer, remarks))
@@ -117,12 +127,30 @@ def _peers_file(
         yield path
 
 
+def _prompts(
+    tokenizer: Tokenizer, documents: Sequence[Document], count: int, settings: ServeSettings
+) -> Prompts:
+    """A variant is another prompt from its beginning on, so that little of it lies in a cache: problems have
+    another date there, and text another first token."""
+    harmony, longest = harmony_of(tokenizer), settings.prompt_tokens
+    if harmony is None:
+        texts = held_out_prompts(tokenizer, documents, count, longest)
+        return lambda i, variant: [10 + variant, *texts[i % count][1:]]
+
+    def prompt(problem: Problem, variant: int) -> list[int]:
+        today = System(current_date=(FIRST_DAY + timedelta(days=variant)).isoformat())
+        return prompt_ids(replace(problem.prompt(), system=today), harmony)
+
+    short = draw_short(harmony, count, settings.seed, longest - DATED)
+    return lambda i, variant: prompt(short[i % count], variant)
+
+
 def _turn(
     addresses: dict[str, Address],
     kind: str,
     load: float,
     repeat: int,
-    prompts: list[list[int]],
+    prompts: Prompts,
     settings: ServeSettings,
 ) -> dict[str, Any]:
     """One load with every method, one after the other; the first rotates."""
@@ -133,10 +161,9 @@ def _turn(
         count = max(2 * int(load), settings.arrivals) if kind == "clients" else settings.arrivals
         bodies = []
         for i in range(count):
-            # another first token each time, never the other method's: nothing of the prompt lies in the cache
-            token = 10 + len(names) * rng.randrange(50) + names.index(method)
-            prompt = [token, *prompts[i % len(prompts)][1:]]
-            bodies.append(_body(method, prompt, i, settings))
+            # another variant each time, never the other method's
+            variant = len(names) * rng.randrange(VARIANTS) + names.index(method)
+            bodies.append(_body(method, prompts(i, variant), i, settings))
         began = time.perf_counter()
         if kind == "clients":
             asked = _closed(addresses[method], bodies, int(load))
@@ -152,7 +179,6 @@ def _body(method: str, prompt: list[int], seed: int, settings: ServeSettings) ->
         "max_tokens": settings.new_tokens,
         "temperature": settings.temperature,
         "seed": seed,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -241,8 +267,9 @@ serve_table = table_of(
 def _measured_line(report: Report) -> str:
     s = report["settings"]
     return (
-        f"over HTTP, prompts of {s['prompt_tokens']} tokens, none of them in the cache, {s['new_tokens']} "
-        f"more each, temperature {s['temperature']:g}, {s['repeats']} repeats, the client on the same cores"
+        f"over HTTP, prompts of up to {s['prompt_tokens']} tokens, none of them in the cache, answers of up "
+        f"to {s['new_tokens']}, temperature {s['temperature']:g}, {s['repeats']} repeats, the client on the "
+        "same cores"
     )
 
 

@@ -23,7 +23,9 @@ from outpace.bench.run import Bar, Run, at_least, seed_for
 from outpace.bench.servers import Address, Running
 from outpace.bench.soak_clients import TEXT, Visit, random_visit, send, text_of, visit
 from outpace.models.decoder import Decoder
+from outpace.tasks.prompts import draw_short, harmony_of
 from outpace.text.corpus import Document
+from outpace.text.harmony import prompt_ids
 
 BATCHES = 20  # of the load; the memory is read after each
 MOST_GROWTH = 0.05  # of the memory, from the end of the warm-up on
@@ -71,8 +73,14 @@ def run_soak(
     """-> the report, with `checks` passed and not. A stopped run continues from folder/progress.jsonl.
     `name`: of a target that has a chat format, for the command that serves it. Raises ValueError for too few
     prompts, OSError where a server does not start."""
-    ids = held_out_prompts(tokenizer, documents, 16, settings.prompt_tokens)
-    prompts = [tokenizer.decode(prompt) for prompt in ids]
+    harmony = harmony_of(tokenizer)
+    if harmony is None:
+        ids = held_out_prompts(tokenizer, documents, 16, settings.prompt_tokens)
+        prompts = [tokenizer.decode(prompt) for prompt in ids]
+    else:
+        problems = draw_short(harmony, 16, settings.seed, settings.prompt_tokens)
+        ids = [prompt_ids(problem.prompt(), harmony) for problem in problems]
+        prompts = [problem.question for problem in problems]
     run = Run(target, folder, settings=settings)
     with ExitStack() as stack:
         bar = stack.enter_context(Bar(console, "soak", BATCHES + 3))

@@ -31,12 +31,16 @@ from outpace.bench.run import Bar, Method, Run, Runs, at_least, check_known, int
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.lookup import NGram
 from outpace.drafts.tree import DDTree
 from outpace.models.decoder import Decoder
+from outpace.tasks.prompts import harmony_of, problem_prompts
 from outpace.text.corpus import Document
+from outpace.text.harmony import HarmonyTokens
 
 LLAMA_CPP = llama_cpp.NAME
 COLOURS = {  # of every method, in the order of tables and plots
@@ -46,7 +50,6 @@ COLOURS = {  # of every method, in the order of tables and plots
     "plain": "#8fb8de",
     "default": "#1b4965",
     "ngram": "#e3a857",
-    "suffix": "#c1666b",
     "dflash": "#2a6f97",
     "dflash-tree": "#4f9d69",
 }
@@ -55,12 +58,12 @@ MARKS = {
     "dflash": "o-",
     "transformers-dflash": "x--",
     "ngram": "s-",
-    "suffix": "^-",
     "dflash-tree": "D-",
 }
 METHODS = tuple(COLOURS)
 BASELINES = ("transformers", "transformers-dflash")
 REGIMES = {"short": (256, 256), "long": (1024, 2048)}  # prompt tokens, decoded tokens
+PROBLEMS, LONGEST = "problems", 1024  # whole answers, and the tokens of a prompt or an answer at most
 DEFAULT = "default"
 NGRAM_BLOCK = 8  # where there is no draft to take the block size from
 TREE = 16  # nodes of the tree of `dflash-tree`, root included
@@ -68,7 +71,9 @@ TREE = 16  # nodes of the tree of `dflash-tree`, root included
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """A regime is "short", "long", or "P+D" for prompts of P and answers of D tokens.
+    """A regime is "problems" for whole answers to held-out problems, one at a time, or "short", "long" and
+    "P+D" for D tokens after P of held-out text. None named: "problems" where the target speaks Harmony, else
+    "short" and "long".
 
     The baselines (the transformers methods) are slow: they run the first `baseline_prompts` prompts,
     `baseline_repeats` times, in `baseline_regimes`; their speedup is over the same runs of plain.
@@ -76,7 +81,7 @@ class BenchSettings:
     """
 
     methods: tuple[str, ...] = METHODS
-    regimes: tuple[str, ...] = ("short", "long")
+    regimes: tuple[str, ...] = ()
     batches: tuple[int, ...] = (1, 2, 4, 8)
     long_batches: tuple[int, ...] = (1, 2, 4, 8)
     repeats: int = 3
@@ -91,11 +96,10 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         check_known("bench", "methods", self.methods, METHODS)
-        if not self.regimes:
-            raise ValueError("bench: name at least one regime")
         at_least(self, "bench", repeats=1, prompts=1, long_prompts=1, baseline_prompts=1, baseline_repeats=1)
-        for regime in self.regimes:
-            lengths(regime)
+        for regime in self.regimes or REGIMES:
+            if regime != PROBLEMS:
+                lengths(regime)
             count, batches = self.prompts_and_batches(regime)
             if not batches or min(batches) < 1 or max(batches) > count:
                 raise ValueError(
@@ -105,6 +109,8 @@ class BenchSettings:
 
     def prompts_and_batches(self, regime: str) -> tuple[int, tuple[int, ...]]:
         """-> number of prompts, batch sizes."""
+        if regime == PROBLEMS:
+            return self.prompts, (1,)
         return (self.long_prompts, self.long_batches) if regime == "long" else (self.prompts, self.batches)
 
     def has_baseline(self, regime: str) -> bool:
@@ -126,7 +132,7 @@ def lengths(regime: str) -> tuple[int, int]:
         return REGIMES[regime]
     if "+" not in regime:
         raise ValueError(
-            f'bench: no regime {regime!r}; known: {", ".join(REGIMES)}, or "P+D" such as "64+128"'
+            f'bench: no regime {regime!r}; known: {PROBLEMS}, {", ".join(REGIMES)}, or "P+D" such as "64+128"'
         )
     return prompt_and_answer("bench", regime)
 
@@ -139,15 +145,16 @@ def run_bench(
     settings: BenchSettings,
     folder: Path,
     console: Console,
-    suffix: Draft | None = None,
 ) -> Report:
-    """-> the report. `suffix`: a suffix index of the target's answers. A stopped run continues from
-    folder/progress.jsonl. Raises ValueError for too few prompts, and for prompts that the model cannot
-    take."""
+    """-> the report. A stopped run continues from folder/progress.jsonl. Raises ValueError for too few
+    prompts, for prompts that the model cannot take, and for problems that it has no chat format for."""
+    if not settings.regimes:
+        known = tuple(REGIMES) if harmony_of(tokenizer) is None else (PROBLEMS,)
+        settings = replace(settings, regimes=known)
     run = Run(target, folder, draft=None if draft is None else describe_draft(draft), settings=settings)
     remarks: list[str] = []
-    methods = _methods(target, tokenizer, draft, suffix, settings, remarks)
-    cells = _cells(tokenizer, held_out_documents, settings)
+    methods = _methods(target, tokenizer, draft, settings, remarks)
+    cells = _cells(target, tokenizer, held_out_documents, settings)
     planned = [planned_runs(cell, methods, settings) for cell in cells]
     with Bar(console, "bench", sum(planned)) as bar:
         for n, cell in enumerate(cells):
@@ -157,7 +164,7 @@ def run_bench(
                 name,
                 methods,
                 cell.groups,
-                cell.new_tokens,
+                cell.counts or cell.new_tokens,
                 settings,
                 run,
                 lambda method, name=name: bar.step(f"{name}: {method}"),  # type: ignore[misc]
@@ -200,40 +207,36 @@ def _methods(
     target: Decoder,
     tokenizer: Tokenizer,
     draft: DFlash | None,
-    suffix: Draft | None,
     settings: BenchSettings,
     remarks: list[str],
 ) -> dict[str, Method]:
     """The methods that can run, always with `plain`; `remarks` gets a line for each that cannot."""
     drafts: dict[str, Draft | None] = {PLAIN: None}
     drafts["ngram"] = NGram(block_size=NGRAM_BLOCK if draft is None else draft.block_size)
-    if suffix is not None:
-        drafts["suffix"] = suffix
-    elif "suffix" in settings.methods:
-        remarks.append(f"suffix and {DEFAULT} left out: no suffix index was given")
     if draft is not None:
         drafts |= {"dflash": draft.bind(target), "dflash-tree": DDTree(draft.bind(target), TREE)}
     elif "dflash" in settings.methods:
-        remarks.append("dflash left out: no draft was given")
+        remarks.append(f"dflash and {DEFAULT} left out: no draft was given")
     methods = {
         name: run_case(Case(method=name, temperature=settings.temperature), target, bound)
         for name, bound in drafts.items()
     }
-    if suffix is not None and DEFAULT in settings.methods:
-        methods[DEFAULT] = _default(target, tokenizer, suffix, settings, remarks)
+    if draft is not None and DEFAULT in settings.methods:
+        methods[DEFAULT] = _default(target, tokenizer, drafts["dflash"], settings, remarks)
     methods |= _llama_cpp(target, tokenizer, settings, remarks)
     methods |= _baselines(target, draft, settings, remarks)
     return {m: run for m, run in methods.items() if m in settings.methods or m == PLAIN}
 
 
 def _default(
-    target: Decoder, tokenizer: Tokenizer, draft: Draft, settings: BenchSettings, remarks: list[str]
+    target: Decoder, tokenizer: Tokenizer, draft: Draft | None, settings: BenchSettings, remarks: list[str]
 ) -> Method:
     """As `outpace generate` decodes where nothing is said."""
     case = Case(method=DEFAULT, temperature=settings.temperature)
     rule = case.request.effective_rule
+    assert draft is not None
     controller, note = auto_controller(target, tokenizer, draft, rule, cache_folder())
-    remarks.append(f"{DEFAULT}: the target's suffix index, {note}")
+    remarks.append(f"{DEFAULT}: the draft, {note}")
     if isinstance(controller, Adaptive):
         return run_case(replace(case, steered=True), target, draft, controller.costs)
     return run_case(case if controller is None else replace(case, width=1), target, draft)
@@ -273,9 +276,14 @@ def _baselines(
     return methods
 
 
-def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchSettings) -> list[ResultCell]:
+def _cells(
+    target: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchSettings
+) -> list[ResultCell]:
     cells = []
     for regime in settings.regimes:
+        if regime == PROBLEMS:
+            cells.append(_problems(target, tokenizer, settings))
+            continue
         length, new_tokens = lengths(regime)
         count, batches = settings.prompts_and_batches(regime)
         prompts = held_out_prompts(tokenizer, documents, count, length)
@@ -283,6 +291,16 @@ def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchS
             groups = [prompts[i : i + batch] for i in range(0, count - batch + 1, batch)]
             cells.append(ResultCell(regime, batch, new_tokens, groups, {}))
     return cells
+
+
+def _problems(target: Decoder, tokenizer: Tokenizer, settings: BenchSettings) -> ResultCell:
+    """One at a time, since no two answers are equally long."""
+    tokens = HarmonyTokens(tokenizer)
+    prompts = problem_prompts(tokens, settings.prompts, settings.seed, LONGEST)
+    request = Request(max_new_tokens=LONGEST, stop=tokens.stop)
+    answers = [len(generate(target, [prompt], request).tokens[0]) for prompt in prompts]
+    counts = [max(2, length) for length in answers]  # what follows the first token is timed
+    return ResultCell(PROBLEMS, 1, max(counts), [[prompt] for prompt in prompts], {}, counts)
 
 
 def planned_runs(cell: ResultCell, methods: dict[str, Method], settings: BenchSettings) -> int:
@@ -366,7 +384,7 @@ LEGEND = """\
   and fastest).
 - llama.cpp: tokens/s over those of llama.cpp, on the same weights in the same run, with the setting and the
   number of threads that suit it best.
-- default: as `outpace generate` decodes: the suffix index, its draft length chosen by measured costs.
+- default: as `outpace generate` decodes: the draft, its length chosen by measured costs.
 - speedup: over `plain`, our own autoregressive decoding of the same target in the same run.
 - tau: mean number of tokens committed per forward of the target, bonus token included.
 - accepted: draft tokens accepted per step; accept rate: accepted over proposed draft tokens.
@@ -408,6 +426,9 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def regime_name(r: dict[str, Any]) -> str:
+    """ "prompt 256, decode 256", or what stands for it where no two prompts are as long."""
+    if r["regime"] == PROBLEMS:
+        return f"answers of up to {r['new_tokens']}"
     return f"prompt {r['prompt_tokens']}, decode {r['new_tokens']}"
 
 

@@ -1,7 +1,6 @@
 """The suite tasks: generated problems that are held out from training, answered whole and checked exactly."""
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from outpace.decode.request import Generation, Request
 from outpace.models.decoder import Decoder
 from outpace.tasks.families import FAMILIES
 from outpace.tasks.problem import Call, Problem
+from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 from outpace.text.harmony_parser import HarmonyParser, Parsed, answer
 from outpace.text.messages import Conversation
@@ -90,12 +90,6 @@ def run_tasks(
     wrong = {name: _wrong(solved[name, False]) for name in settings.families}
     whole = sum(row["right"] for row in rows) / sum(row["of"] for row in rows)
     return run.report(families=rows, accuracy=whole, wrong=wrong)
-
-
-def draw(family: str, count: int, seed: int, longer: bool = False) -> list[Problem]:
-    """Held-out problems of a family, the same ones with the same seed."""
-    rng = random.Random(f"{seed} {family} {longer}")
-    return [FAMILIES[family].draw(rng, held_out=True, longer=longer) for _ in range(count)]
 
 
 Decode = Callable[[list[list[int]], Request], Generation]

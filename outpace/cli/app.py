@@ -26,13 +26,13 @@ say = partial(console.print, highlight=False)  # numbers and paths stay uncolour
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="Target: a checkpoint folder, a GGUF file, 'default' or 'solver'."),
+    typer.Argument(metavar="MODEL", help="Target: a checkpoint folder, a GGUF file, or 'default'."),
 ]
 Draft = Annotated[
     str,
     typer.Option(
-        help="Draft: a path in any known format, 'dflash' or 'suffix' (of default), 'solver/dflash', "
-        "'solver/eagle3', 'ngram' or 'none'."
+        help="Draft: a path in any known format, 'dflash' or 'eagle3' (of the default target), 'ngram' or "
+        "'none'."
     ),
 ]
 DeviceName = Annotated[

@@ -40,7 +40,7 @@ VISIBLE = (
 @app.command()
 @with_options
 def chat(
-    path: Target = "solver",
+    path: Target = "default",
     message: Annotated[
         list[str] | None,
         typer.Option(

@@ -74,7 +74,7 @@ def synth(
     """Write random weights in the shape and the format of a published model.
 
     For measuring load time, memory and speed without a download. Its output makes no sense:
-    the tokenizer is the embedded one, and the head favours its 384 ids.
+    the tokenizer is the embedded one, and the head favours its 1,280 ids.
     A run that was stopped goes on with the shards it lacks.
 
     [bold]Examples[/bold]: outpace synth big --like gpt-oss-20b  (13.8 GB)
@@ -97,7 +97,7 @@ def synth(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, 'default' or 'solver'.")],
+    source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")],
     out: Annotated[
         Path, typer.Argument(help="Output: a name that ends in .gguf, or a folder for safetensors.")
     ],

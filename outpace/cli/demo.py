@@ -22,16 +22,16 @@ RECIPE: dict[str, Any] = {
     "calibrate_s": 2.0,
     "methods": {
         "n-gram": {"draft": "ngram", "controller": (False,)},
-        "EAGLE-3": {"draft": "solver/eagle3", "num_steps": 5, "controller": (False,)},
-        "DFlash 2, tree of 16": {"draft": "solver/dflash", "num_draft_tokens": 16, "controller": (False,)},
-        "DFlash 2": {"draft": "solver/dflash"},
+        "EAGLE-3": {"draft": "eagle3", "num_steps": 5, "controller": (False,)},
+        "DFlash 2, tree of 16": {"draft": "dflash", "num_draft_tokens": 16, "controller": (False,)},
+        "DFlash 2": {"draft": "dflash"},
     },
 }
 
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
-    """Demonstration on the embedded solver: a problem with and without speculation, then every method.
+    """Demonstration on the embedded model: a problem with and without speculation, then every method.
 
     The problems are held out: the model has never seen them.
     """
@@ -41,12 +41,12 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     from outpace.checkpoint.save import write_json
     from outpace.tasks.families import FAMILIES
 
-    model = load("solver")
+    model = load("default")
     problem = FAMILIES[FAMILY].draw(random.Random(SEED), held_out=True)
     say("[bold]Problem[/bold]")
     say(f"{problem.question}\n", markup=False)
     plain = _show(model, problem.question, False, "Autoregressive")
-    fast = _show(model, problem.question, "solver/dflash", "Speculative, accepted draft tokens in green")
+    fast = _show(model, problem.question, "dflash", "Speculative, accepted draft tokens in green")
     if fast.tokens != plain.tokens:
         raise ValueError("demo: the speculative answer differs from the autoregressive one; this is a bug")
     verdict = "right" if problem.is_right(fast.text) else f"wrong: it should be {problem.answer}"

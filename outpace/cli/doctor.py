@@ -21,9 +21,7 @@ MARKS = {
 
 @app.command()
 def doctor(
-    path: Annotated[
-        str, typer.Argument(help="Checkpoint folder, GGUF file, 'default' or 'solver'.")
-    ] = "default",
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")] = "default",
     other: Annotated[str | None, typer.Argument(help="Path for --reference hf or gguf.")] = None,
     reference: Annotated[
         str | None,

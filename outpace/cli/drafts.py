@@ -28,7 +28,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; for gguf, a file.")],
     target: Annotated[
         str | None,
-        typer.Option(help="Target: a checkpoint, 'default' or 'solver'. Needed for speculators and gguf."),
+        typer.Option(help="Target: a checkpoint, or 'default'. Needed for speculators and gguf."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Number format: bf16, f32, or q8_0 for gguf. Default: as stored.")
@@ -97,7 +97,7 @@ def import_(
 @app.command()
 def preflight(
     draft: DraftPath,
-    target: Annotated[str, typer.Option(help="Target: a checkpoint, 'default' or 'solver'.")] = "default",
+    target: Annotated[str, typer.Option(help="Target: a checkpoint, or 'default'.")] = "default",
     engine: Annotated[
         list[str] | None,
         typer.Option(

@@ -116,7 +116,7 @@ def bench(
 ) -> None:
     """Benchmark methods, interleaved, on held-out prompts. Every suite but speed resumes.
 
-    [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
+    [bold]Example[/bold]: outpace bench --out report --set prompts=32 --set methods=plain,dflash
 
     [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
 
@@ -124,11 +124,11 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-quant q8_0
 
-    [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
+    [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft ngram --out report
 
-    [bold]Example[/bold]: outpace bench solver --suite tasks --out report --set problems=100
+    [bold]Example[/bold]: outpace bench default --suite tasks --out report --set problems=100
 
-    [bold]Example[/bold]: outpace bench solver --suite memory-answers --out report --set problems=12
+    [bold]Example[/bold]: outpace bench default --suite memory-answers --out report --set problems=12
 
     [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
 
@@ -138,7 +138,9 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --suite device --out report --set concurrency=1,8,32
 
-    [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
+    [bold]Example[/bold]: outpace bench --suite answers --recipe SUITE.toml --out report
+
+    [bold]Example[/bold]: outpace bench MODEL --suite drafts --drafts work --recipe SUITE.toml --out report
     """
     if suite not in RUNS:
         raise ValueError(f"--suite {suite}: known are {', '.join(RUNS)}")
@@ -149,7 +151,7 @@ def bench(
     compares = suite in COMPARING
     if compares and recipe is None:
         raise ValueError(
-            f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
+            f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-answers.toml"
         )
     if drafts is not None and not compares:
         raise ValueError(f"--drafts is for the suites {', '.join(COMPARING)}, not {suite}")
@@ -213,15 +215,13 @@ Measured = tuple[dict[str, Any], "Page"]
 
 def _speed(job: Job) -> Measured:
     from outpace.bench.speed import PAGE, BenchSettings, run_bench
-    from outpace.checkpoint.shipped import SUFFIX, own_draft
-    from outpace.loading import open_dflash, open_draft
+    from outpace.loading import open_dflash
 
     settings = job.settings(BenchSettings)
     loaded, tokenizer = job.open_target()
     dflash = open_dflash(job.draft, tokenizer, job.weights, loaded)
-    suffix = open_draft(SUFFIX, loaded, tokenizer) if own_draft(job.target) == SUFFIX else None
     held_out = job.documents()[1]
-    return run_bench(loaded, dflash, tokenizer, held_out, settings, job.out, job.shown, suffix), PAGE
+    return run_bench(loaded, dflash, tokenizer, held_out, settings, job.out, job.shown), PAGE
 
 
 def _draft_context(job: Job) -> Measured:
@@ -232,7 +232,7 @@ def _draft_context(job: Job) -> Measured:
         regime_lengths,
         run_draft_context,
     )
-    from outpace.bench.prompts import held_out_prompts
+    from outpace.bench.prompts import prompts_for
     from outpace.config import load_settings, parse_overrides
     from outpace.loading import open_dflash
 
@@ -244,7 +244,7 @@ def _draft_context(job: Job) -> Measured:
         raise ValueError(f"--draft {job.draft}: draft-context takes a DFlash apart; name one")
     held_out = job.documents()[1]
     prompts = {
-        regime: held_out_prompts(tokenizer, held_out, settings.prompts, regime_lengths(regime)[0])
+        regime: prompts_for(tokenizer, held_out, settings.prompts, regime_lengths(regime)[0])
         for regime in settings.acceptance
     }
     return run_draft_context(loaded, dflash, prompts, settings, job.out, job.shown), PAGE
@@ -437,7 +437,7 @@ def check(
     outpace check gpt-oss-20b --draft eagle3 --stages --prompts 2
     """
     from outpace.bench.checks import failed, run_checks
-    from outpace.bench.prompts import held_out_prompts
+    from outpace.bench.prompts import prompts_for
     from outpace.loading import open_draft, open_target
     from outpace.teacher.store import TeacherCache
     from outpace.text.corpus import read_corpus, split
@@ -448,7 +448,7 @@ def check(
         _check_stages(target, draft, prompts, as_json)
         return
     loaded, tokenizer = open_target(target)
-    texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 256)
+    texts = prompts_for(tokenizer, split(read_corpus())[1], prompts, 256)
     teacher = None if cache is None else TeacherCache.open(cache)
     on_gate = None if as_json else _show_gate
     bound = None if draft == "ngram" else open_draft(draft, loaded, tokenizer)

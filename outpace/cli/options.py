@@ -34,8 +34,8 @@ class DraftOptions:
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Draft: a path in any known format, 'suffix', 'dflash', 'ngram' or 'none'. Left out, the "
-            "best one known for the target: suffix for the default one, none for others."
+            help="Draft: a path in any known format, 'dflash', 'eagle3', 'ngram' or 'none'. Left out, the "
+            "best one known for the target: dflash for the default one, none for others."
         ),
     ] = None
     draft_quant: DraftQuant = None

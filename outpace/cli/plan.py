@@ -88,20 +88,20 @@ def plan(
 def _config(model: str) -> tuple[str, dict[str, Any]]:
     """A name or a path -> what it is called, and its config.json. Raises ValueError for neither."""
     from outpace.checkpoint.open import is_gguf, open_checkpoint
-    from outpace.checkpoint.shipped import TARGETS, target_path
+    from outpace.checkpoint.shipped import DEFAULT, target_path
     from outpace.checkpoint.strict_json import read_object
     from outpace.models.published import PUBLISHED
 
     name = {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"}.get(model.lower(), model.lower())
     if name in PUBLISHED:
         return name, PUBLISHED[name]
-    path = target_path(model) if model in TARGETS else Path(model)
+    path = target_path(model) if model == DEFAULT else Path(model)
     if is_gguf(path):
         return path.name, open_checkpoint(path).config
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{model}: no such model or file; models are {', '.join((*TARGETS, *PUBLISHED))}")
-    return model if model in TARGETS else path.parent.name or model, read_object(path)
+        raise ValueError(f"{model}: no such model or file; models are {', '.join((DEFAULT, *PUBLISHED))}")
+    return model if model == DEFAULT else path.parent.name or model, read_object(path)
 
 
 def _price(text: str) -> tuple[float, float]:

@@ -174,7 +174,7 @@ def train_suffix(
     """Build a suffix index from the answers in a teacher cache. Takes seconds.
 
     [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
-    outpace generate default "import os" --draft work/suffix/draft --num-draft-tokens 16 --stats
+    outpace generate default "What is 12 + 7?" --chat --draft work/suffix/draft --stats
     """
     from outpace.loading import open_target
     from outpace.train.suffix import build_suffix

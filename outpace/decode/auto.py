@@ -13,9 +13,11 @@ from outpace.decode.request import GREEDY
 from outpace.decode.row_costs import shared
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder, Target
+from outpace.tasks.prompts import harmony_of, problem_prompts, problem_text
 from outpace.text.corpus import read_corpus, split
 
 QUICK = 5.0  # seconds that a request may spend on its own cost table
+PROBLEMS, LONGEST, SEED = 64, 512, 2  # prompts for the acceptance rate, and the most tokens of each
 ROWS = 32  # of a batch, for which measured costs are scaled
 
 
@@ -39,12 +41,15 @@ def measure_costs(
     seconds: float,
     on_progress: OnProgress | None = None,
 ) -> Costs:
-    """`calibrate` on held-out text of the standard library."""
-    wanted, text = max(contexts) + 4096, list[int]()
-    for document in split(read_corpus())[1]:
-        if len(text) >= wanted:
-            break
-        text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
+    """`calibrate` on text of the kind that the target writes: what it answers to problems where it speaks
+    Harmony, and else held-out source of the standard library."""
+    wanted = max(contexts) + 4096
+    harmony, prompts = harmony_of(tokenizer), list[list[int]]()
+    if harmony is not None:
+        text = problem_text(harmony, wanted, SEED)
+        prompts = problem_prompts(harmony, PROBLEMS, SEED, longest=LONGEST)
+    else:
+        text = _source(tokenizer, wanted)
     return calibrate(
         target,
         draft,
@@ -53,8 +58,18 @@ def measure_costs(
         batches=batches,
         seconds=seconds,
         rule=rule,
+        prompts=prompts,
         on_progress=on_progress,
     )
+
+
+def _source(tokenizer: Tokenizer, wanted: int) -> list[int]:
+    text: list[int] = []
+    for document in split(read_corpus())[1]:
+        if len(text) >= wanted:
+            break
+        text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
+    return text
 
 
 def auto_controller(

@@ -32,6 +32,7 @@ from outpace.doctor.reference import (
     relative,
     rms_norm,
 )
+from outpace.doctor.sample import Sample
 from outpace.doctor.search import EXACT, Explainer, Explanation, half_layer, rows_to_try
 from outpace.doctor.weights import spread_rows, weight_rows
 from outpace.models.attention import DecoderBlock
@@ -63,14 +64,14 @@ class Reference:
 
 
 def compare(
-    model: Decoder, ours: Walk, reference: Reference, ids: list[int], *, loss_counts: bool
+    model: Decoder, ours: Walk, reference: Reference, text: Sample, *, loss_counts: bool
 ) -> Iterator[Check]:
-    """Two walks over the same tokens. `loss_counts`: the ids are a text, so its loss shows which side is
+    """Two walks over the same tokens. `loss_counts`: these are a text, so its loss shows which side is
     wrong."""
-    yield check_embedded(ours, reference.walk, ids)
+    yield check_embedded(ours, reference.walk, text.tokens)
     layers = compare_layers(model, ours, reference)
     yield check_layers(layers)
-    losses = [float(token_losses(w.logits, ids).mean()) for w in (ours, reference.walk)]
+    losses = [float(token_losses(w.logits, text).mean()) for w in (ours, reference.walk)]
     yield from explanations(layers, known_mistakes(model), side_by_text(*losses) if loss_counts else "")
     agree = not any(one.departs for one in layers)
     yield check_logits(model, ours, reference, layers_agree=agree)

@@ -12,6 +12,7 @@ from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.doctor import engine, prediction, text_checks, weights
 from outpace.doctor.check import Check, skipped
 from outpace.doctor.compare import Reference, check_configs, compare
+from outpace.doctor.sample import Sample, sample
 from outpace.doctor.transformers_reference import open_transformers, walk_transformers
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target, parse_config
@@ -64,7 +65,8 @@ def examine(what: Examination) -> Iterator[Check]:
         if tokenizer is not None:
             raise
         yield skipped("tokenizer", str(error))
-    ids = prediction.sample_tokens(tokenizer, model.config.vocab_size, what.tokens, what.text)
+    text = sample(tokenizer, model.config.vocab_size, what.tokens, what.text)
+    ids = text.tokens
     yield weights.check_embedding(model, checkpoint, ids)
     yield weights.check_head(model, checkpoint)
     yield weights.check_config_values(model.config)
@@ -85,14 +87,14 @@ def examine(what: Examination) -> Iterator[Check]:
         reason = "there is no tokenizer" if tokenizer is None else "only the first layers were run"
         yield skipped("prediction of a text", reason)
     else:
-        yield prediction.check_text(ours.logits, ids)
-        greedy = prediction.greedy_text(model, ids)
+        yield prediction.check_text(ours.logits, text)
+        greedy = prediction.greedy_text(model, text)
         yield prediction.check_greedy(greedy, tokenizer.decode(greedy.tokens), model.config.vocab_size)
         seconds = float("inf") if what.thorough else SECONDS
-        yield from prediction.try_mistakes(model, ids, seconds, weights.mistakes_in_order(marks))
+        yield from prediction.try_mistakes(model, text, seconds, weights.mistakes_in_order(marks))
     if other is not None:
         plain = not all(e.exact for e in exams)
-        yield from check_against(what, other, model, ids, plain, whole and tokenizer is not None)
+        yield from check_against(what, other, model, text, plain, whole and tokenizer is not None)
 
 
 def check_tokenizer(tokenizer: Tokenizer, model: Decoder, checkpoint: Checkpoint) -> Iterator[Check]:
@@ -107,7 +109,7 @@ def check_tokenizer(tokenizer: Tokenizer, model: Decoder, checkpoint: Checkpoint
 
 
 def check_against(
-    what: Examination, other: Path, model: Decoder, ids: list[int], plain: bool, loss_counts: bool
+    what: Examination, other: Path, model: Decoder, text: Sample, plain: bool, loss_counts: bool
 ) -> Iterator[Check]:
     """`plain`: the engine is wrong on this machine, so both sides go through the plain forward."""
     same = other == target_path(what.path)
@@ -117,10 +119,11 @@ def check_against(
         yield configs
         if configs.status == "fail":
             return
+    ids = text.tokens
     ours = engine.walk(model, ids, plain=plain)
     if what.reference == HF:
         theirs = walk_transformers(open_transformers(other, model.config.num_layers), ids)
     else:
         theirs = engine.walk(its or model, ids, plain=plain)
     reference = Reference(walk=theirs, model=its, ours_plain=plain)
-    yield from compare(model, ours, reference, ids, loss_counts=loss_counts)
+    yield from compare(model, ours, reference, text, loss_counts=loss_counts)

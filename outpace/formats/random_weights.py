@@ -34,7 +34,7 @@ STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 CHUNK = 2**22  # values in memory at once
 MARGIN = 2**26  # bytes of disk that stay free
 LOGITS = 3.0  # their standard deviation: wide enough that few are equal in low precision
-PRINTABLE = 384  # ids of the embedded tokenizer; the rows of the head beyond are scaled down ..
+PRINTABLE = 1280  # ids of the embedded tokenizer; the rows of the head beyond are scaled down ..
 HUSHED = 0.125  # .. by this, so that what the model generates can be printed
 
 Spec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape

@@ -11,8 +11,8 @@ LOGITS = 2**26  # entries of a chunk of float32 logits on a device (train/losses
 BLOCK_STATES = 32  # states of a token, each as wide as the model, that a block's backward needs
 # seconds of Outpace's calls: `outpace plan default --hardware this` on one core of an AMD EPYC with AVX-512
 LAYER_OVERHEAD = 6e-6
-# rho of `Sizes.experts_touched`, fitted to how the embedded model routes 1 to 8 tokens of code (8 experts, 2
-# each): `touched` in reports/drafts/embedded/report.json, as `outpace calibrate default` measures it
+# rho of `Sizes.experts_touched`, fitted to how the embedded model routes 1 to 12 tokens of problems (8
+# experts, 2 each): `touched` in reports/answers/report.json, as `outpace calibrate default` measures it
 EXPERT_OVERLAP = 0.83
 COUNTS = ("context", "batch", "columns", "row_tokens", "teacher_batch", "tensor_parallel_size")
 LEAST = dict.fromkeys(COUNTS, 1.0) | {"positions_per_token": 0.01}  # of others: 0

@@ -7,16 +7,16 @@ import pytest
 import tiny
 from rich.console import Console
 
-from examples.tiny_target.make_solver import ALONE
+from examples.tiny_target.make import ALONE
 from examples.tiny_target.problem_rows import sample_pieces
 from outpace.bench import answers
 from outpace.bench.answers import ALL, PAGE, family_table, run_answers
 from outpace.bench.suite import SuiteRecipe, SuiteRequest
-from outpace.bench.tasks import draw
 from outpace.config import load_settings
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
 from outpace.models.load import build, named_tensors
+from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 from outpace.text.sft_rows import rows
 from outpace.text.tokenizer import train_bpe

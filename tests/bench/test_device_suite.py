@@ -13,8 +13,8 @@ from outpace.bench.device import ABSENT, FAIL, PASS, Device, DeviceSettings, che
 from outpace.drafts.lookup import NGram
 from outpace.models.cuda_graphs import GraphStep, GraphTarget
 
-FEW = DeviceSettings(concurrency=(1, 2), prompt_tokens=16, new_tokens=8, widest=3)
-OPTIONS = ("concurrency=1,2", "prompt_tokens=16", "new_tokens=8", "widest=3")
+FEW = DeviceSettings(concurrency=(1, 2), prompt_tokens=64, new_tokens=8, widest=3)
+OPTIONS = ("concurrency=1,2", "prompt_tokens=64", "new_tokens=8", "widest=3")
 
 
 def test_a_cpu_runs_its_part_and_prints_one_page(monkeypatch, capsys, tmp_path):

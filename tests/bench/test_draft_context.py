@@ -33,6 +33,8 @@ from outpace.drafts.sampler import Greedy
 from outpace.loading import open_dflash, open_target
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
+from outpace.tasks.prompts import problem_prompts
+from outpace.text.harmony import HarmonyTokens
 
 PUBLISHED_DRAFT = published_draft()
 PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (9, 23)]
@@ -126,17 +128,16 @@ def test_every_variant_says_what_plain_decoding_says(variant):
 
 
 def test_caching_noise_costs_acceptance():
-    """The embedded draft, really decoding."""
+    """The embedded draft, which really answers a problem."""
     target, tokenizer = open_target("default")
     draft = open_dflash("dflash", tokenizer)
-    text = "def area(self):\n        return self.width * self.height\n\n    "
-    prompt = tokenizer.encode("class Box:\n    " + text + text.replace("area", "size")).ids
-    taus = {}
+    (prompt,) = problem_prompts(HarmonyTokens(tokenizer), 1, 3, 256)
+    request, taus = Request(max_new_tokens=100, stop=frozenset(target.config.eos_token_ids)), {}
     for variant in VARIANTS:
         bound = VariantDraft(draft, target, variant)
-        taus[variant] = generate(target, [prompt], Request(max_new_tokens=100), bound).trace.tau
-    assert taus["recomputed"] == taus["cached"] > 1.2
-    assert taus["noise cached"] < taus["cached"] - 0.2
+        taus[variant] = generate(target, [prompt], request, bound).trace.tau
+    assert taus["recomputed"] == taus["cached"] > 4
+    assert taus["noise cached"] < taus["cached"] / 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -32,7 +32,7 @@ SETTINGS = MemoryAnswersSettings(
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load("solver")
+    return outpace.load("default")
 
 
 def test_every_state_is_measured_and_taken_back(model, tmp_path):
@@ -64,7 +64,7 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    model = outpace.load("solver")
+    model = outpace.load("default")
     settings = replace(SETTINGS, families=("talk",), problems=1, fractions=(), tokens=(), batch=1)
     real, calls = memory_answers.solve, []
 
@@ -77,7 +77,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_answers, "solve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_memory_answers(model.target, model.tokenizer, settings, tmp_path, QUIET)
-    model = outpace.load("solver")
+    model = outpace.load("default")
     report = run_memory_answers(model.target, model.tokenizer, settings, tmp_path, QUIET)
     assert [row["right"] for row in report["rows"]] == [1] * settings.states and len(calls) == 3 + 4 - 2
 

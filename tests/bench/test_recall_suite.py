@@ -106,7 +106,7 @@ def test_a_report_and_its_resumption(tmp_path, monkeypatch, held_out):
     report = run_recall(target, tokenizer, held_out, RecallSettings(**SMALL), tmp_path, QUIET)
     assert measured == [40, 300, 300]
     assert [(r["begin"], r["end"]) for r in report["loss"]] == [(0, 256), (256, 512), (512, 600)]
-    assert all(1 < r["nats"] < 5 for r in report["loss"])
+    assert all(1 < r["nats"] < 20 for r in report["loss"])
     PAGE.write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recall.png", "report.json", "report.md"]

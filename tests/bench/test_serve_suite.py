@@ -13,7 +13,9 @@ from outpace.bench.servers import LLAMA_SERVER, Answered
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
-SHORT = ServeSettings(concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=40, new_tokens=12, repeats=1)
+SHORT = ServeSettings(
+    concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=150, new_tokens=12, repeats=1
+)
 
 
 def _run(folder):

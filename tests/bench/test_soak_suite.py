@@ -11,7 +11,7 @@ from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
 SHORT = SoakSettings(
-    requests=60, clients=8, rows=3, prompt_tokens=24, new_tokens=12, slow=3, timed=25, warm_up=2000
+    requests=60, clients=8, rows=3, prompt_tokens=64, new_tokens=12, slow=3, timed=25, warm_up=2000
 )
 
 

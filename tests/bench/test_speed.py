@@ -21,9 +21,10 @@ from outpace.bench.speed import PAGE, BenchSettings, lengths, print_report
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
-from outpace.drafts.lookup import Suffix
+from outpace.loading import open_target
 from outpace.models.load import build, named_tensors
-from outpace.ops.suffixes import Suffixes
+from outpace.tasks.prompts import problem_prompts
+from outpace.text.harmony import HarmonyTokens
 from outpace.text.tokenizer import train_bpe
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
@@ -51,10 +52,10 @@ def quiet():
     return Console(file=io.StringIO(), width=80)
 
 
-def measure(target, draft, tokenizer, documents, settings, console, suffix=None):
+def measure(target, draft, tokenizer, documents, settings, console):
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        report = speed.run_bench(target, draft, tokenizer, documents, settings, place, console, suffix)
+        report = speed.run_bench(target, draft, tokenizer, documents, settings, place, console)
         assert [file.name for file in place.iterdir()] == ["progress.jsonl"]  # removed by `Page.write`
     return report
 
@@ -244,7 +245,7 @@ def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatc
 def test_sampling_is_measured_and_not_compared(target, draft, tokenizer):
     settings = tiny_settings(methods=speed.METHODS, temperature=1.0, batches=(2,))
     result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet())
-    assert {r["method"] for r in result["results"]} == {*OURS, "dflash-tree"}
+    assert {r["method"] for r in result["results"]} == {*OURS, "dflash-tree", "default"}
     assert all(r["lossless"]["checked"] == 0 for r in result["results"])
     assert "not checked" in PAGE.markdown(result)
 
@@ -253,8 +254,7 @@ def test_with_transformers_beside(target, draft, tokenizer):
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers >= 5.23")
     methods = [m for m in speed.METHODS if m != speed.LLAMA_CPP]
     settings = tiny_settings(methods=tuple(methods), batches=(1, 2), repeats=1)
-    suffix = Suffix(Suffixes.of(tiny.tokens(1, 200)[0].int()), tiny.VOCAB)
-    result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet(), suffix=suffix)
+    result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet())
     of = {(r["method"], r["batch"]): r for r in result["results"]}
     assert set(of) == {(m, b) for m in methods for b in (1, 2)} - {("transformers-dflash", 2)}
     assert all(r["lossless"]["violations"] == 0 for r in of.values())
@@ -318,7 +318,7 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
     ("changes", "message"),
     [
         ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: llama.cpp, transformers, "),
-        ({"regimes": ("middle",)}, "no regime 'middle'; known: short, long, or"),
+        ({"regimes": ("middle",)}, "no regime 'middle'; known: problems, short, long, or"),
         ({"regimes": ("4+1",)}, "with at least 2 decoded tokens"),
         ({"batches": (1, 9)}, r"must lie in 1..4"),
         ({"batches": ()}, r"must lie in 1..4"),
@@ -329,6 +329,24 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
 def test_settings_that_mean_nothing_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny_settings(**changes)
+
+
+def test_problems_are_answered_whole(tmp_path):
+    target, tokenizer = open_target("default")
+    settings = BenchSettings(methods=("plain", "ngram"), prompts=3, batches=(1, 2), repeats=1)
+    report = speed.run_bench(target, None, tokenizer, [], settings, tmp_path, quiet())
+    assert report["settings"]["regimes"] == ["problems"]
+    rows = report["results"]
+    assert [(r["method"], r["regime"], r["batch"]) for r in rows] == [
+        ("plain", "problems", 1),
+        ("ngram", "problems", 1),
+    ]
+    prompts = problem_prompts(HarmonyTokens(tokenizer), 3, settings.seed, speed.LONGEST)
+    stop = frozenset(target.config.eos_token_ids)
+    answers = [generate(target, [p], Request(max_new_tokens=999, stop=stop)).tokens[0] for p in prompts]
+    lengths = [len(answer) for answer in answers]
+    assert len(set(lengths)) > 1 and all(r["lossless"]["checked"] == sum(lengths) for r in rows)
+    assert f"answers of up to {max(lengths)}" in PAGE.markdown(report, plots=False).lower()
 
 
 def test_the_regimes_are_the_published_ones():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from outpace.bench.suite import SuiteRecipe
+from outpace.checkpoint.shipped import DRAFTS
 from outpace.config import load_settings
 
 WORKS = {"prompts": 2, "lossless_prompts": 4, "lossless_batch": 2, "methods": {"ngram": {"draft": "ngram"}}}
@@ -43,7 +44,7 @@ def test_recipes_that_mean_nothing_are_refused(changes, message):
 def test_the_recipes_that_ship_are_read():
     folder = Path(__file__).parents[2] / "recipes" / "drafts"
     fields = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
-    assert set(fields) == {"suite", "suite-micro", "suite-embedded", "suite-weak", "suite-answers"}
+    assert set(fields) == {"suite", "suite-micro", "suite-weak", "suite-answers"}
     assert fields["suite"] == fields["suite-micro"]
-    assert {spec.draft for spec in fields["suite-embedded"].values()} == {"ngram", "dflash", "suffix"}
+    assert {spec.draft for spec in fields["suite-answers"].values()} == {"ngram", *DRAFTS}
     assert fields["suite-weak"].items() <= fields["suite"].items()

@@ -6,15 +6,16 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from examples.tiny_target.make_solver import ALONE
+from examples.tiny_target.make import ALONE
 from examples.tiny_target.model import TargetShape, init_weights
 from examples.tiny_target.problem_rows import sample_pieces
 from outpace.bench import tasks
-from outpace.bench.tasks import PAGE, TasksSettings, draw, run_tasks, solve, task_table
+from outpace.bench.tasks import PAGE, TasksSettings, run_tasks, solve, task_table
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
 from outpace.models.load import build
 from outpace.tasks.families import FAMILIES
+from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.sft_rows import rows
 from outpace.text.tokenizer import train_bpe

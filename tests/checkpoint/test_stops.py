@@ -41,9 +41,9 @@ def folder(tmp_path):
 
 
 def test_a_target_has_them_after_its_own(folder):
-    assert open_target(str(folder))[0].config.eos_token_ids == (1,)
-    say(folder, [3, 1, 9])
-    assert open_target(str(folder))[0].config.eos_token_ids == (1, 3, 9)
+    assert open_target(str(folder))[0].config.eos_token_ids == (3, 1, 9)
+    say(folder, [7, 1, 3])
+    assert open_target(str(folder))[0].config.eos_token_ids == (3, 1, 9, 7)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows(folder):

@@ -23,6 +23,8 @@ from outpace.drafts.lookup import NGram
 from outpace.models.cuda_graphs import GraphTarget, reruns
 from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling
+from outpace.tasks.prompts import problem_prompts
+from outpace.text.harmony import HarmonyTokens
 
 __all__ = ["host_watched"]  # a fixture
 
@@ -351,7 +353,7 @@ def test_a_round_is_one_graph_for_a_compiler(family, kind, how):
 def test_the_embedded_model_writes_its_text_in_rounds():
     model = outpace.load()
     draft = outpace.load_draft("dflash", model)
-    prompts = [model.tokenizer.encode(text).ids for text in ("def load(self):\n    return", "import ")]
+    prompts = problem_prompts(HarmonyTokens(model.tokenizer), 2, 3, 128)
     wanted = Request(max_new_tokens=40)
     mine = generate(GraphTarget(model.target), prompts, wanted, draft)
     alike(mine, generate(model.target, prompts, wanted, draft))

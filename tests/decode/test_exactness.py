@@ -5,6 +5,7 @@ import logging
 import pytest
 import tiny
 import torch
+from questions import CHAT
 
 import outpace
 from outpace import api, loading
@@ -94,10 +95,10 @@ def test_a_target_that_fails_it_decodes_without_drafts(monkeypatch, caplog):
         assert ("drafts are not used: rows differ; try deterministic" in caplog.text) == (why is not None)
         assert model.declined == why and model.executor is model.graphs
         draft = outpace.load_draft("ngram", plain)
-        for named in ("suffix", draft, None):
-            sampling = outpace.SamplingParams(max_tokens=12)
-            out = outpace.generate(model, "import os\n", draft=named, sampling=sampling)
-            want = outpace.generate(plain, "import os\n", draft=False, sampling=sampling)
+        for named in ("dflash", draft, None):
+            sampling = outpace.SamplingParams(max_tokens=40)
+            out = outpace.generate(model, CHAT, draft=named, sampling=sampling)
+            want = outpace.generate(plain, CHAT, draft=False, sampling=sampling)
             assert out.tokens == want.tokens
             if why is not None or named is not None:
                 assert (out.tau == 1) == (why is not None)

@@ -10,7 +10,7 @@ from scripted import Scripted
 from test_lossless import half
 from test_trees import ScriptedTree
 
-from examples.tiny_target.make_solver import ALONE
+from examples.tiny_target.make import ALONE
 from examples.tiny_target.problem_rows import sample_pieces
 from outpace.decode.generate import generate
 from outpace.decode.grammar import Grammar, Place, Vocabulary, Where, at_once, schema_text

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from questions import CHAT
 from test_lossless import NEW, PROMPTS
 from test_lossless_latent import every_draft_says
 from test_lossless_two_bytes import HEADS
@@ -29,11 +30,10 @@ def test_every_draft_says_the_same(family):
 
 def test_a_loaded_target_generates_with_them():
     exact, rounded = (outpace.load(activation_dtype=name) for name in ("auto", "bfloat16"))
-    prompt = "def read_lines(path):\n    with open(path) as f:\n"
-    texts = [outpace.generate(m, prompt, draft=False).text for m in (exact, rounded)]
+    texts = [outpace.generate(m, CHAT, draft=False).text for m in (exact, rounded)]
     assert texts[0][:20] == texts[1][:20]
-    for draft in ("suffix", "dflash", None):
-        assert outpace.generate(rounded, prompt, draft=draft).text == texts[1]
+    for draft in ("dflash", "eagle3", None):
+        assert outpace.generate(rounded, CHAT, draft=draft).text == texts[1]
     kinds = [machine(m.target)["activation_dtype"] for m in (exact, rounded)]
     assert kinds == ["float32", "bfloat16"]
 
@@ -46,5 +46,5 @@ def test_drafts_multiply_in_bfloat16_whatever_the_target_does():
 
 
 def test_the_command_line_names_them():
-    run = CliRunner().invoke(app, ["generate", "default", "import os", "--activation-dtype", "float16"])
+    run = CliRunner().invoke(app, ["generate", "default", "x", "--activation-dtype", "float16"])
     assert run.exit_code and "'float16': it must be one of auto, float32, bfloat16" in str(run.exception)

@@ -146,7 +146,7 @@ def test_spoilt_files_are_refused_by_name(tmp_path, spoilt, message):
 
 def test_answers_of_another_vocabulary_are_refused(tmp_path):
     save_suffix(draft().answers, tiny.VOCAB, tmp_path)
-    with pytest.raises(LoadError, match=r"vocab_size 97; this one has 384: build it .*train suffix"):
+    with pytest.raises(LoadError, match=r"vocab_size 97; this one has 1280: build it .*train suffix"):
         open_draft(str(tmp_path), *open_target("default"))
 
 
@@ -154,9 +154,10 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
     "asked",
     [{"num_steps": 3}, {"num_draft_tokens": 8, "topk": 2}, {"quantize": "q8_0"}, {"num_draft_tokens": 1}],
 )
-def test_what_it_cannot_be_decided_is_refused(asked):
+def test_what_it_cannot_be_decided_is_refused(asked, tmp_path):
+    save_suffix(draft().answers, 1280, tmp_path)
     with pytest.raises(ValueError, match=r"without num_steps, topk and weights to quantize|proposes nothing"):
-        open_draft("suffix", *open_target("default"), **asked)
+        open_draft(str(tmp_path), *open_target("default"), **asked)
 
 
 @dataclasses.dataclass

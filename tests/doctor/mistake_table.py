@@ -28,8 +28,9 @@ from outpace.doctor.compare import Reference, check_logits
 from outpace.doctor.engine import walk
 from outpace.doctor.examine import Examination, examine
 from outpace.doctor.mistakes import AS_IS
-from outpace.doctor.prediction import gains, known_mistakes, read_with, sample_tokens
+from outpace.doctor.prediction import gains, known_mistakes, read_with
 from outpace.doctor.reference import rms_norm
+from outpace.doctor.sample import sample
 from outpace.doctor.search import EXACT
 from outpace.models import attention
 from outpace.models.load import load_target
@@ -205,7 +206,7 @@ def measure_known():
             result.setdefault(name, {"against": {}})["against"][f"{family} {half}"] = ours
     model = load_target(DEFAULT)
     known = known_mistakes(model)
-    text = sample_tokens(open_tokenizer(open_checkpoint(DEFAULT)), model.config.vocab_size, TOKENS, None)
+    text = sample(open_tokenizer(open_checkpoint(DEFAULT)), model.config.vocab_size, TOKENS, None)
     for gain in gains(read_with(model, text, [AS_IS, *((name,) for name in known)])):
         cost = {"nats": round(-gain.gain, 3), "z": round(-gain.z, 2), "decides": gain.worse}
         result.setdefault(gain.names[0], {"against": {}})["text"] = cost

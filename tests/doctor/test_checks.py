@@ -18,16 +18,9 @@ from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.check import Check
 from outpace.doctor.engine import check_engine, check_rope, check_router, check_rows, examine_layers, walk
 from outpace.doctor.mistakes import AS_IS, apply, pairs
-from outpace.doctor.prediction import (
-    SAMPLE,
-    check_greedy,
-    check_growth,
-    check_text,
-    greedy_text,
-    sample_tokens,
-    shortest_loop,
-)
+from outpace.doctor.prediction import check_greedy, check_growth, check_text, greedy_text, shortest_loop
 from outpace.doctor.reference import relative, reordered, right_reading, visible
+from outpace.doctor.sample import TEXT, Sample, sample
 from outpace.doctor.search import EXACT
 from outpace.doctor.weights import (
     asymmetry,
@@ -265,12 +258,16 @@ def test_growth_and_nan():
 
 def test_chance_is_a_failure():
     logits = torch.zeros(20, 50)
-    tokens = list(range(20))
-    assert check_text(logits, tokens).status == "fail"
-    logits[torch.arange(19), torch.tensor(tokens[1:])] = 9.0
-    result = check_text(logits, tokens)
+    text = Sample.whole(list(range(20)))
+    assert check_text(logits, text).status == "fail"
+    logits[torch.arange(19), torch.arange(1, 20)] = 9.0
+    result = check_text(logits, text)
     assert result.status == "pass" and result.evidence["top_1"] == 1
-    assert check_text(logits * math.nan, tokens).status == "fail"
+    assert check_text(logits * math.nan, text).status == "fail"
+    logits[:10] = 0  # of these tokens none counts
+    part = Sample(text.tokens, torch.arange(19) >= 10)
+    assert check_text(logits, part).evidence == pytest.approx(result.evidence | {"tokens": 9})
+    assert part.prompt == [*range(11)]
 
 
 @pytest.mark.parametrize(("tokens", "period"), [
@@ -283,7 +280,7 @@ def test_loops(tokens, period):
 
 def test_a_cache_that_forgets_is_caught(monkeypatch):
     model = fresh("llama")
-    result = greedy_text(model, IDS)
+    result = greedy_text(model, Sample.whole(IDS))
     assert len(result.tokens) == 32 and check_greedy(result, "text", 97).status != "fail"
     forward = Decoder.forward
 
@@ -291,17 +288,23 @@ def test_a_cache_that_forgets_is_caught(monkeypatch):
         return forward(self, tokens, None if cache is not None and tokens.shape[1] == 1 else cache, **how)
 
     monkeypatch.setattr(Decoder, "forward", forgetful)
-    result = check_greedy(greedy_text(model, IDS), "text", 97)
+    result = check_greedy(greedy_text(model, Sample.whole(IDS)), "text", 97)
     assert result.status == "fail" and "through the cache" in result.message  # type: ignore[attr-defined]
 
 
 def test_the_text(tmp_path):
-    assert compile(SAMPLE, "sample", "exec") and len(SAMPLE) > 1400
-    assert len(sample_tokens(None, 97, 12, None)) == 12
+    assert compile(TEXT, "sample", "exec") and len(TEXT) > 1400
+    assert len(sample(None, 97, 12, None).tokens) == 12
     tokenizer = open_tokenizer(open_checkpoint(DEFAULT))
     (tmp_path / "short.txt").write_text("")
     with pytest.raises(ValueError, match="less than two tokens"):
-        sample_tokens(tokenizer, 4096, 12, tmp_path / "short.txt")
+        sample(tokenizer, 4096, 12, tmp_path / "short.txt")
+    assert sample(tokenizer, 4096, 12, None).judged.all()  # no answer begins so early: a plain text
+    chat = sample(tokenizer, 4096, 192, None)
+    pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in chat.tokens]
+    answers = "".join(p for p, counts in zip(pieces[1:], chat.judged, strict=True) if counts)
+    assert answers.startswith("<|channel|>analysis<|message|>") and "user" not in answers
+    assert "".join(pieces[: len(chat.prompt)]).endswith("<|start|>assistant") and 80 < chat.judged.sum() < 120
 
 
 def test_checks_are_plain_json():

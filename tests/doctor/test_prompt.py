@@ -7,7 +7,7 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models, processors
 
-from outpace.doctor.prediction import SAMPLE
+from outpace.doctor.sample import TEXT
 from outpace.doctor.text_checks import check_beginning, check_harmony, check_template
 from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import SPECIAL, train_bpe
@@ -21,7 +21,7 @@ ASK = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_bpe([SAMPLE], 290)
+    return train_bpe([TEXT], 290)
 
 
 def opened(tokenizer, count):

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from outpace.doctor.prediction import SAMPLE
+from outpace.doctor.sample import TEXT
 from outpace.doctor.text_checks import (
     DIFFICULT_TEXTS,
     PUBLISHED,
@@ -23,7 +23,7 @@ CONFIG = tiny.config("gpt_oss", vocab_size=300, eos_token_ids=(3,), pad_token_id
 
 @pytest.fixture
 def tokenizer():
-    return train_bpe([SAMPLE], 290)
+    return train_bpe([TEXT], 290)
 
 
 def test_a_healthy_one(tokenizer, tmp_path):
@@ -90,5 +90,5 @@ def test_the_published_ids_of_gpt_oss(tmp_path):
     assert result.status == "warn" and result.message.startswith("<|call|> is not a stop id")
     whole = dataclasses.replace(config, eos_token_ids=(200002, 200012))
     assert check_special(published(), whole, tmp_path).status == "pass"
-    moved = train_bpe([SAMPLE], 290)
+    moved = train_bpe([TEXT], 290)
     assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).message

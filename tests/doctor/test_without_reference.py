@@ -18,9 +18,9 @@ from outpace.doctor.prediction import (
     check_scale,
     known_mistakes,
     read_with,
-    sample_tokens,
     try_mistakes,
 )
+from outpace.doctor.sample import sample
 from outpace.doctor.weights import DECIDED, check_orders, gather_marks
 from outpace.models.load import load_target
 
@@ -38,7 +38,7 @@ def scales(by):
 
 
 def text(length):
-    return sample_tokens(open_tokenizer(open_checkpoint(DEFAULT)), 4096, length, None)
+    return sample(open_tokenizer(open_checkpoint(DEFAULT)), 4096, length, None)
 
 
 def each_alone(model, length):
@@ -73,10 +73,10 @@ def test_weights_alone_tell_their_order(edit, wrong, mistake, tmp_path):
     for name in wrong:
         assert mistake in values[name].mistakes
         if (name, mistake) != (DOWN, REVERSED_NAME):
-            assert values[name].evidence["z"] > 10
+            assert values[name].evidence["z"] > 8
     # The two forms of reversed blocks differ in the blocks' scales alone, and the norms of down's columns are
     # nearly the same with the scales of other blocks: they lie closer together than any two other orders.
-    apart = {REVERSED_NAME: (REVERSED_ALONE, 6.1), REVERSED_ALONE: (REVERSED_NAME, 4.8)}
+    apart = {REVERSED_NAME: (REVERSED_ALONE, 11.5), REVERSED_ALONE: (REVERSED_NAME, 8.8)}
     if mistake in apart:
         other, lead = apart[mistake]
         ranked = marks["down"].ranked()
@@ -94,9 +94,9 @@ def test_random_weights_tell_nothing(family):
 @pytest.mark.parametrize(
     ("edit", "text", "length", "named"),
     [
-        (HALVES, {}, 48, "gate and up rows read as halves, not interleaved, the"),
-        (planted.on_q_and_k(planted.to_neighbours), {}, 96, "interleaved RoPE pairs (2i, 2i + 1), the"),
-        (planted.cyclic_heads, {}, 128, "cyclic GQA mapping (query head h reads kv head h % K), the"),
+        (HALVES, {}, 128, "gate and up rows read as halves, not interleaved, the"),
+        (planted.on_q_and_k(planted.to_neighbours), {}, 160, "interleaved RoPE pairs (2i, 2i + 1), the"),
+        (planted.cyclic_heads, {}, 160, "cyclic GQA mapping (query head h reads kv head h % K), the"),
     ],
     ids=["halves", "pairs", "cyclic"],
 )
@@ -109,23 +109,23 @@ def test_a_text_tells_how_the_weights_want_to_be_read(edit, text, length, named,
 def test_explanations_that_are_as_good_are_all_named(tmp_path):
     """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
     wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
-    check = each_alone(load_target(wrong), 128)
+    check = each_alone(load_target(wrong), 192)
     assert check.status == "fail" and "does not tell them apart" in check.message
     assert all(f"RoPE base {base}" in check.message for base in ("150,000", "500,000", "1,000,000"))
 
 
 def test_two_mistakes_at_once(tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
-    values = {c.name: c for c in try_mistakes(model, text(64), math.inf)}
+    values = {c.name: c for c in try_mistakes(model, text(160), math.inf)}
     named = "split nibbles (GGML's order) and scale exponent off by one: halved, the"
     assert values["known mistakes"].message.startswith("read with " + named)
-    assert values["scale of the experts"].status == "skipped"  # no scale alone makes the text predictable
+    assert values["scale of the experts"].mistakes == (HALVED,)
 
 
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
 def test_scale_bias_127_or_128(by, best, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", scales(by)))
-    check = check_scale(read_with(model, text(96), [AS_IS, (DOUBLED,), (HALVED,)]), model.config.vocab_size)
+    check = check_scale(read_with(model, text(160), [AS_IS, (DOUBLED,), (HALVED,)]), model.config.vocab_size)
     assert check.status == ("fail" if best else "pass")
     assert best is None or check.message.startswith(f"scale exponent off by one: {best}")
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_decided_is_not_guessed(tmp_path):
     """Rows of the embedding in another order: nothing is predicted, under any reading."""
     rows = each("embed_tokens.weight", lambda x, config: x.flip(0))
     model = load_target(plant(DEFAULT, tmp_path / "wrong", rows))
-    result = read_with(model, text(64), [AS_IS, (DOUBLED,), (HALVED,)])
+    result = read_with(model, text(160), [AS_IS, (DOUBLED,), (HALVED,)])
     size = model.config.vocab_size
     for check in (check_scale(result, size), check_mistakes(result, size, {})):
         assert check.status == "skipped" and check.message.startswith("undecided")
@@ -142,5 +142,5 @@ def test_what_cannot_be_decided_is_not_guessed(tmp_path):
 
 def test_a_large_model_is_not_made_to_wait():
     model = load_target(DEFAULT)
-    values = {c.name: c for c in try_mistakes(model, text(16), 1e-9)}
+    values = {c.name: c for c in try_mistakes(model, text(64), 1e-9)}
     assert values["known mistakes"].status == "skipped" and "--thorough" in values["known mistakes"].message

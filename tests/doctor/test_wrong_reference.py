@@ -9,6 +9,7 @@ import wrong_twins
 from outpace.doctor.compare import Reference, compare
 from outpace.doctor.engine import walk
 from outpace.doctor.prediction import known_mistakes
+from outpace.doctor.sample import Sample
 from outpace.doctor.transformers_reference import walk_transformers
 from outpace.models.load import load_target
 
@@ -37,7 +38,7 @@ def pair(tmp_path_factory, twins):
 
 def checks(model, twin):
     reference = Reference(walk=walk_transformers(twin, IDS))
-    return list(compare(model, walk(model, IDS), reference, IDS, loss_counts=False))
+    return list(compare(model, walk(model, IDS), reference, Sample.whole(IDS), loss_counts=False))
 
 
 def why(result):

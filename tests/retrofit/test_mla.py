@@ -163,8 +163,8 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     whole, _ = open_target("default")
     assert report == json.loads((tmp_path / "out" / "mla.json").read_text())
     assert report["made_from"] == fingerprint(whole) != fingerprint(again)
-    assert report["numbers_per_token"] == {"before": 768, "after": 384}
-    assert sum(report["ranks"].values()) == 384 == sum(again.config.mla_ranks)
+    assert report["numbers_per_token"] == {"before": 1536, "after": 768}
+    assert sum(report["ranks"].values()) == 768 == sum(again.config.mla_ranks)
     held = dict(named_tensors(whole))
     for name, tensor in named_tensors(again):
         assert ".latent." in name or torch.equal(tensor, held[name])
@@ -191,7 +191,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
         ({"allocate": "even"}, "allocate 'even'"),
         ({"rank": -1}, "rank -1: it must be at least 0"),
         ({"rows": 0}, "rows 0"),
-        ({"rank": 500}, "rank 500: keys and values of a layer have 128"),
+        ({"rank": 600}, "rank 600: keys and values of a layer have 512"),
         ({"layers": (0,)}, r"layers \[0\]: each once, of those with full attention"),
         ({"layers": (1, 1)}, r"layers \[1, 1\]: each once"),
         ({"row_tokens": 10**6}, "files have 1000000 tokens"),

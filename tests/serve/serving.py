@@ -18,9 +18,9 @@ CONFIG = EngineConfig(max_num_seqs=4, max_model_len=600, max_waiting=40)
 @contextmanager
 def serving(model=None, config=CONFIG, door=None, **more):
     """-> the server and its address."""
-    model = model or outpace.load("solver")
+    model = model or outpace.load("default")
     drafts = {"ngram": NGram(block_size=5)}
-    server = Server(Served(model=model, name="solver", drafts=drafts, **more), config)
+    server = Server(Served(model=model, name="default", drafts=drafts, **more), config)
     settings = uvicorn.Config(make_app(server, door or AppConfig()), "127.0.0.1", 0, log_level="error")
     with settings.bind_socket() as listening:
         web = uvicorn.Server(settings)

@@ -16,7 +16,7 @@ WAIT = 60_000  # ms
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load("solver")
+    return outpace.load("default")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def page(browser, model):
         errors = []
         page.on("pageerror", lambda error: errors.append(error))
         page.goto(address)
-        page.wait_for_function("document.getElementById('model').textContent === 'solver'")
+        page.wait_for_function("document.getElementById('model').textContent === 'default'")
         page.server = server
         yield page
         page.close()
@@ -146,7 +146,7 @@ def test_a_key_is_asked_for_and_sent(browser, model):
         page.click("#settings")
         page.fill("#key", "secret")
         page.press("#key", "Tab")
-        page.wait_for_function("document.getElementById('model').textContent === 'solver'")
+        page.wait_for_function("document.getElementById('model').textContent === 'default'")
         ask(page, "What is 2 + 2?", most=3)
         answered(page)
         page.close()

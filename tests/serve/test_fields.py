@@ -17,9 +17,9 @@ OWN = {"extra_headers", "extra_query", "extra_body", "timeout"}  # of the client
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 FUNCTION = {"name": "f", "description": "It counts.", "parameters": {"type": "object", "properties": {}}}
 BASE = {
-    "/v1/chat/completions": {"model": "solver", "messages": QUESTION, "max_tokens": 2},
-    "/v1/completions": {"model": "solver", "prompt": "2 + 2", "max_tokens": 2},
-    "/v1/responses": {"model": "solver", "input": "2 + 2?", "max_output_tokens": 2},
+    "/v1/chat/completions": {"model": "default", "messages": QUESTION, "max_tokens": 2},
+    "/v1/completions": {"model": "default", "prompt": "2 + 2", "max_tokens": 2},
+    "/v1/responses": {"model": "default", "input": "2 + 2?", "max_output_tokens": 2},
 }
 SAMPLED = {
     "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_tokens": 3, "n": 2, "presence_penalty": 0.5,
@@ -28,14 +28,14 @@ SAMPLED = {
 }  # fmt: skip
 IMPLEMENTED = {
     "/v1/chat/completions": SAMPLED | {
-        "model": "solver", "messages": QUESTION, "logprobs": True, "max_completion_tokens": 2,
+        "model": "default", "messages": QUESTION, "logprobs": True, "max_completion_tokens": 2,
         "parallel_tool_calls": True, "prediction": {"type": "content", "content": "4"},
         "reasoning_effort": "low", "response_format": {"type": "text"}, "tool_choice": "none",
         "tools": [{"type": "function", "function": FUNCTION | {"strict": False}}], "top_logprobs": 0,
     },
-    "/v1/completions": SAMPLED | {"model": "solver", "prompt": "3", "logprobs": 1, "echo": False},
+    "/v1/completions": SAMPLED | {"model": "default", "prompt": "3", "logprobs": 1, "echo": False},
     "/v1/responses": {
-        "model": "solver", "input": "3", "include": ["reasoning.encrypted_content"], "instructions": "Hm.",
+        "model": "default", "input": "3", "include": ["reasoning.encrypted_content"], "instructions": "Hm.",
         "max_output_tokens": 3, "metadata": {"a": "b"}, "parallel_tool_calls": False, "stream": False,
         "previous_response_id": None, "reasoning": {"effort": "low"}, "store": True, "temperature": 0.5,
         "text": {"format": {"type": "text"}}, "tool_choice": "none", "top_p": 0.9, "user": "me",
@@ -51,7 +51,7 @@ CREATE = {
 
 @pytest.fixture(scope="module")
 def address():
-    with serving(outpace.load("solver")) as (_, address):
+    with serving(outpace.load("default")) as (_, address):
         yield address
 
 
@@ -169,13 +169,13 @@ def test_a_field_inside_another_is_refused_by_its_place(address, path, change, f
 def test_what_the_server_itself_has_written_is_taken_back(address):
     """With the nulls and empty lists that the client's objects have."""
     client = openai.OpenAI(base_url=address + "/v1", api_key="any", max_retries=0)
-    chat = client.chat.completions.create(model="solver", messages=QUESTION, temperature=0)
+    chat = client.chat.completions.create(model="default", messages=QUESTION, temperature=0)
     history = [*QUESTION, chat.choices[0].message.model_dump(), *QUESTION]
-    client.chat.completions.create(model="solver", messages=history, max_tokens=2)
-    made = client.responses.create(model="solver", input=QUESTION, temperature=0)
+    client.chat.completions.create(model="default", messages=history, max_tokens=2)
+    made = client.responses.create(model="default", input=QUESTION, temperature=0)
     assert [item.type for item in made.output] == ["reasoning", "message"]
     items = [*QUESTION, *(item.model_dump() for item in made.output), *QUESTION]
-    client.responses.create(model="solver", input=items, max_output_tokens=2)
+    client.responses.create(model="default", input=items, max_output_tokens=2)
 
 
 def test_the_log_names_the_user(address, caplog):

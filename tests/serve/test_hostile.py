@@ -22,15 +22,17 @@ from outpace.serve.engine import EngineConfig
 COUNT = int(os.environ.get("HOSTILE", "300"))
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 CHAT = {
-    "model": "solver", "messages": [{"role": "user", "content": "2 + 2?"}], "max_tokens": 2,
+    "model": "default", "messages": [{"role": "user", "content": "2 + 2?"}], "max_tokens": 2,
     "temperature": 0.5, "stop": ["x"], "seed": 3, "n": 1, "logprobs": True, "top_logprobs": 2,
     "stream": False, "tools": [{"type": "function", "function": FUNCTION}],
     "speculative": {"method": "ngram", "num_speculative_tokens": 2},
     "prediction": {"type": "content", "content": "4"}, "stream_options": {"include_usage": True},
 }  # fmt: skip
-TEXT = {"model": "solver", "prompt": ["2 + 2", "3"], "max_tokens": 2, "top_k": 3, "min_p": 0.1, "logprobs": 1}
+TEXT = {
+    "model": "default", "prompt": ["2 + 2", "3"], "max_tokens": 2, "top_k": 3, "min_p": 0.1, "logprobs": 1
+}  # fmt: skip
 ITEMS = {
-    "model": "solver", "max_output_tokens": 2, "instructions": "Be brief.", "reasoning": {"effort": "low"},
+    "model": "default", "max_output_tokens": 2, "instructions": "Be brief.", "reasoning": {"effort": "low"},
     "input": [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "2 + 2?"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -50,7 +52,7 @@ VALUES = (
 @pytest.fixture(scope="module")
 def port():
     config = EngineConfig(max_num_seqs=4, max_model_len=200, max_waiting=40)
-    with serving(outpace.load("solver"), config) as (server, address):
+    with serving(outpace.load("default"), config) as (server, address):
         yield int(address.rpartition(":")[2])
         assert not server.engine.running and not server.engine.waiting
 
@@ -110,7 +112,7 @@ def short(body):
     """For this model, and of few tokens, where it says how many."""
     if isinstance(body, dict):
         if isinstance(body.get("model", ""), str):
-            body["model"] = "solver"
+            body["model"] = "default"
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(body.get(name), int):
                 body[name] = min(body[name], 2)
@@ -163,10 +165,10 @@ def test_bytes_that_are_no_http(port):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_picks_no_file_as_its_model(port, path):
-    for name in (str(target_path("solver")), "../../etc/passwd", "default", "/", "solver/../solver", ""):
+    for name in (str(target_path("default")), "../../etc/passwd", "dflash", "/", "default/../default", ""):
         status, text = asked(port, path, BODIES[path] | {"model": name})
         assert status == 404
-        assert json.loads(text)["error"]["message"].endswith("this server has 'solver'")
+        assert json.loads(text)["error"]["message"].endswith("this server has 'default'")
 
 
 @pytest.mark.parametrize("token", [-1, 10**9, 2**32, 2**64])

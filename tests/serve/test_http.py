@@ -24,7 +24,7 @@ OTHERS = ["Add 4417 and 88.", "Sort this list: [81, 22, 20, 80]", "How many hour
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load("solver")
+    return outpace.load("default")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def client(running):
 
 
 def ask(client, messages=QUESTION, **more):
-    return client.chat.completions.create(model="solver", messages=messages, **{"temperature": 0} | more)
+    return client.chat.completions.create(model="default", messages=messages, **{"temperature": 0} | more)
 
 
 def alone(model, prompt, **sampling):
@@ -96,7 +96,7 @@ def test_many_at_once_get_what_each_gets_alone(running, model):
         body = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
         some = [
             client.chat.completions.create(
-                model="solver", messages=messages, extra_body=body, logprobs=True, **how
+                model="default", messages=messages, extra_body=body, logprobs=True, **how
             )
             for messages, how in wishes
         ]
@@ -121,7 +121,7 @@ def test_a_seed_gives_one_text_and_choices_differ(client):
 def test_completions_of_texts_and_of_tokens(client, model):
     prompt = "Sort the list [3, 1"
     ids = model.tokenizer.encode(prompt).ids
-    how = {"model": "solver", "max_tokens": 12, "temperature": 0}
+    how = {"model": "default", "max_tokens": 12, "temperature": 0}
     response = client.completions.create(prompt=[prompt, "12 + "], n=2, logprobs=2, **how)
     wanted = [alone(model, text, max_tokens=12) for text in (prompt, prompt, "12 + ", "12 + ")]
     assert [choice.text for choice in response.choices] == [output.text for output in wanted]
@@ -142,7 +142,7 @@ def test_what_ends_an_answer(client, model):
     text = alone(model, "12 + 7 = 19\n", max_tokens=20).text
     stop = text[3:5]
     response = client.completions.create(
-        model="solver", prompt="12 + 7 = 19\n", max_tokens=20, temperature=0, stop=[stop]
+        model="default", prompt="12 + 7 = 19\n", max_tokens=20, temperature=0, stop=[stop]
     )
     assert (
         response.choices[0].text == text[: text.index(stop)] and response.choices[0].finish_reason == "stop"
@@ -196,11 +196,11 @@ def test_a_growing_chat_reuses_what_it_has(client):
         ({"speculative": {"width": 3}}, 400, "speculative"),
         ({"stop": ""}, 400, "stop: an empty string"),
         ({"max_tokens": 590}, 400, "590 may follow, but the server's max_model_len is 600"),
-        ({"model": "gpt-4"}, 404, "'gpt-4': this server has 'solver'"),
+        ({"model": "gpt-4"}, 404, "'gpt-4': this server has 'default'"),
     ],
 )
 def test_a_body_that_is_refused_says_what_and_where(running, change, status, message):
-    body = {"model": "solver", "messages": QUESTION} | change
+    body = {"model": "default", "messages": QUESTION} | change
     code, _, answer = post(running[1], "/v1/chat/completions", body)
     assert code == status and message in answer["error"]["message"], answer
     assert answer["error"]["type"] == "invalid_request_error"
@@ -234,7 +234,7 @@ def test_numbers_of_the_server(running, client):
     assert values["outpace_generation_tokens_total"] >= 25 and values["outpace_num_requests_running"] == 0
     assert values["outpace_spec_decode_num_draft_tokens_total"] > 0
     assert values['outpace_request_success_total{finished_reason="length"}'] > 0
-    assert client.models.list().data[0].id == "solver"
+    assert client.models.list().data[0].id == "default"
 
 
 def test_a_client_that_leaves_frees_its_row(running):

@@ -14,18 +14,18 @@ from outpace.text.messages import System, parse_conversation
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(outpace.load("solver")) as (_, address):
+    with serving(outpace.load("default")) as (_, address):
         yield openai.OpenAI(base_url=address + "/v1", api_key="any", max_retries=0)
 
 
 def ask(client, question="What is 12 + 7?", **more):
-    return client.responses.create(model="solver", input=question, **{"temperature": 0} | more)
+    return client.responses.create(model="default", input=question, **{"temperature": 0} | more)
 
 
 def test_a_response_is_the_chats_answer(client):
     made = ask(client, max_output_tokens=80)
     chat = client.chat.completions.create(
-        model="solver", messages=[{"role": "user", "content": "What is 12 + 7?"}], temperature=0
+        model="default", messages=[{"role": "user", "content": "What is 12 + 7?"}], temperature=0
     )
     message = chat.choices[0].message
     assert made.status == "completed" and made.output_text == message.content
@@ -90,7 +90,7 @@ def test_what_is_cut_off_says_so(client):
 )
 def test_what_is_refused(client, change, message):
     with pytest.raises(openai.BadRequestError, match=message):
-        client.responses.create(**{"model": "solver", "input": "x"} | change)
+        client.responses.create(**{"model": "default", "input": "x"} | change)
 
 
 def written(text):

@@ -24,7 +24,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load("solver")
+    return outpace.load("default")
 
 
 def asked(app, path, body, gone_after):
@@ -61,7 +61,7 @@ def asked(app, path, body, gone_after):
 @pytest.mark.parametrize("gone_after", [0, 1, 3])
 @pytest.mark.parametrize("path", LONG)
 def test_a_client_that_is_gone_before_the_first_event(model, path, gone_after):
-    server = Server(Served(model=model, name="solver"), CONFIG)
+    server = Server(Served(model=model, name="default"), CONFIG)
     app = make_app(server, AppConfig())
     started, add = [], server.engine.add
     server.engine.add = lambda sequence: (started.append(sequence), add(sequence))

@@ -30,7 +30,7 @@ NAMED = {"name": "sum", "schema": SCHEMA, "strict": True}
 
 @pytest.fixture(scope="module")
 def model():
-    return outpace.load("solver")
+    return outpace.load("default")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def client(model):
 
 def ask(client, **more):
     given = {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": NAMED}}
-    return client.chat.completions.create(model="solver", messages=QUESTION, **given | more)
+    return client.chat.completions.create(model="default", messages=QUESTION, **given | more)
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +73,17 @@ def test_a_stream_adds_up_and_a_pydantic_class_is_parsed(client, alone):
     chunks = list(ask(client, stream=True))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == alone.text
     parsed = client.chat.completions.parse(
-        model="solver", messages=QUESTION, temperature=0, response_format=Sum, max_completion_tokens=300
+        model="default", messages=QUESTION, temperature=0, response_format=Sum, max_completion_tokens=300
     )
     assert isinstance(parsed.choices[0].message.parsed, Sum)
 
 
 def test_responses_take_a_schema_too(client, alone):
     text = {"format": {"type": "json_schema", **NAMED}}
-    got = client.responses.create(model="solver", input="What is 12 + 7?", temperature=0, text=text)
+    got = client.responses.create(model="default", input="What is 12 + 7?", temperature=0, text=text)
     assert got.output_text == alone.text
     plain = client.responses.create(
-        model="solver", input="What is 12 + 7?", temperature=0, text={"format": {"type": "text"}}
+        model="default", input="What is 12 + 7?", temperature=0, text={"format": {"type": "text"}}
     )
     assert plain.output_text == "19"
 
@@ -130,7 +130,7 @@ def test_a_strict_function_is_held_to_its_schema_whenever_it_is_called(client):
     def answered(strict, seed, **more):
         tools = [{"type": "function", "function": WEATHER | {"strict": strict}}, TOOLS[1]]
         given = {"tools": tools, "temperature": 0.7, "seed": seed, "max_tokens": 200}
-        got = client.chat.completions.create(model="solver", messages=WEATHER_QUESTION, **given, **more)
+        got = client.chat.completions.create(model="default", messages=WEATHER_QUESTION, **given, **more)
         message = got.choices[0].message
         return message.content, [call.function for call in message.tool_calls or ()]
 
@@ -156,7 +156,7 @@ def test_a_strict_function_is_held_to_its_schema_whenever_it_is_called(client):
 def test_a_response_takes_strict_functions(client):
     tools = [{"type": "function", "strict": True, **WEATHER}]
     question = WEATHER_QUESTION[0]["content"]
-    got = client.responses.create(model="solver", input=question, temperature=0, tools=tools)
+    got = client.responses.create(model="default", input=question, temperature=0, tools=tools)
     item = got.output[-1]
     assert item.type == "function_call" and json.loads(item.arguments)["hours"] in (6, 12)
 
@@ -165,7 +165,7 @@ def test_responses_require_a_call_too(client):
     flat = [{"type": "function", "strict": True, **WEATHER}]
     for choice in ("required", {"type": "function", "name": "weather"}):
         got = client.responses.create(
-            model="solver", input="What is 12 + 7?", temperature=0, tools=flat, tool_choice=choice
+            model="default", input="What is 12 + 7?", temperature=0, tools=flat, tool_choice=choice
         )
         item = got.output[-1]
         assert item.type == "function_call" and item.name == "weather"

@@ -75,7 +75,6 @@ def test_the_attention_that_copies_learns_at_its_own_rate():
     assert len(rest["params"]) == 4 * recipe.num_layers - 4
 
 
-@pytest.mark.parametrize("shape", [{"architecture": "Qwen3ForCausalLM"}, {"num_layers": 1}])
-def test_a_shape_that_cannot_copy_is_refused(shape):
-    with pytest.raises(ValueError, match="copying: it takes two layers of GptOssForCausalLM"):
-        TargetShape(copying=True, **shape)
+def test_one_layer_cannot_copy():
+    with pytest.raises(ValueError, match="copying: it takes two layers"):
+        TargetShape(copying=True, num_layers=1)

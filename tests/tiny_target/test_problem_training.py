@@ -1,5 +1,6 @@
-"""Training on problems: it learns, resumes to the last digit, and judges as decoding would."""
+"""Training on problems: it learns, resumes to the last digit, and measures as decoding would."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from processes import torchrun
 
-from examples.tiny_target.make_solver import ALONE, make
+from examples.tiny_target.make import ALONE, make
 from examples.tiny_target.model import first_model
 from examples.tiny_target.problem_rows import Lessons, Mix, batch, packs, sample_pieces
 from examples.tiny_target.problem_training import (
@@ -19,7 +20,7 @@ from examples.tiny_target.problem_training import (
     _learn,
     _metrics,
     exact_share,
-    train_solver,
+    train_target,
 )
 from outpace.loading import open_target
 from outpace.models.save import dense_tensors
@@ -46,7 +47,7 @@ MICRO = {
     "save_every": 2,
     "eval_every": 3,
     "eval_problems": 1,
-    "judged_problems": 1,
+    "test_problems": 1,
 }
 MIX = Mix(documents=0.0, longest=600, weights={"needles": 0.0})
 
@@ -64,9 +65,9 @@ def test_digits_and_brackets_are_tokens_of_their_own(tokenizer):
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tokenizer, tmp_path):
     recipe = ProblemRecipe(**MICRO, mix=MIX)
-    whole = train_solver(recipe, tokenizer, tmp_path / "whole")
-    train_solver(recipe, tokenizer, tmp_path / "parts", stop_after=3)
-    parts = train_solver(recipe, tokenizer, tmp_path / "parts")
+    whole = train_target(recipe, tokenizer, tmp_path / "whole")
+    train_target(recipe, tokenizer, tmp_path / "parts", stop_after=3)
+    parts = train_target(recipe, tokenizer, tmp_path / "parts")
     for name, tensor in dense_tensors(whole).items():
         assert torch.equal(tensor, dense_tensors(parts)[name]), name
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
@@ -74,9 +75,18 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tokenizer, tmp_path
     assert set(log[2]["exact_by_family"]) == set(FAMILIES)
 
 
+def test_a_resumed_run_says_what_changed_in_its_recipe(tokenizer, tmp_path, capsys):
+    recipe = ProblemRecipe(**MICRO, mix=MIX)
+    train_target(recipe, tokenizer, tmp_path, stop_after=2)
+    train_target(dataclasses.replace(recipe, muon_lr=0.5, steps=3), tokenizer, tmp_path)
+    value = capsys.readouterr().out
+    assert f"from step 2 on: muon_lr 0.5, it was {recipe.muon_lr}" in value
+    assert "from step 2 on: steps 3, it was 6" in value and value.count("it was") == 2
+
+
 def test_two_processes_train_as_one(tokenizer, tmp_path):
-    train_solver(ProblemRecipe(**MICRO, mix=MIX), tokenizer, tmp_path / "one")
-    ended = torchrun(2, Path(__file__).parent / "solver_process.py", tmp_path / "two")
+    train_target(ProblemRecipe(**MICRO, mix=MIX), tokenizer, tmp_path / "one")
+    ended = torchrun(2, Path(__file__).parent / "training_process.py", tmp_path / "two")
     assert ended.returncode == 0, ended.stderr[-2000:]
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

@@ -5,9 +5,8 @@ import json
 
 import pytest
 import torch
-from test_target import RECIPE, TEXTS
 
-from examples.tiny_target.model import init_weights
+from examples.tiny_target.model import TargetShape, init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
@@ -17,7 +16,24 @@ from outpace.retrofit.train import train_retrofit
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
+from outpace.train.data import rows_of_step, token_stream
 
+SHAPE = TargetShape(
+    vocab_size=300,
+    hidden_size=96,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    expert_size=64,
+    num_experts=5,
+    sliding_window=7,
+    original_max_position=64,
+    rope_factor=16.0,
+)
+TEXTS = [
+    "".join(f"def f_{n}_{i}(x, y):\n    return x * {i} + y - {n}\n\n" for i in range(40)) for n in range(6)
+]
 KEEP = TopKConfig(top_k=0.4, min_context=0, sinks=1, recent=4)
 OFTEN = {"warmup": 1, "validation_texts": 1, "save_every": 3}
 DSA = DsaRecipe(steps=40, row_tokens=64, queries=32, sparse_share=0.2, lr=0.003, **OFTEN)
@@ -31,8 +47,8 @@ def world():
 
 def random_target():
     """A target of random weights, its tokenizer and texts."""
-    tokenizer = train_bpe(TEXTS, RECIPE.vocab_size)
-    model = build(RECIPE.config(token_id(tokenizer, END_OF_TEXT)))
+    tokenizer = train_bpe(TEXTS, SHAPE.vocab_size)
+    model = build(SHAPE.config(token_id(tokenizer, END_OF_TEXT)))
     init_weights(model, 3)
     rng = torch.Generator().manual_seed(4)
     with torch.no_grad():  # what writes into the residual stream starts at zero: here it must say something
@@ -183,3 +199,22 @@ def test_a_target_without_the_retrofit(world):
     for trainer, recipe, named in ((DsaTrainer, DSA, "no index"), (MlaTrainer, MLA, "no latents")):
         with pytest.raises(ValueError, match=named):
             trainer(recipe, model, tokenizer, train)
+
+
+def test_every_window_of_an_epoch_is_seen_once(world):
+    _, tokenizer, train, _ = world
+    stream = token_stream(tokenizer, train, seed=1)
+    per_epoch = (len(stream) - 1) // 32 - 1
+    inputs, labels = rows_of_step(stream, 32, per_epoch, 0, seed=3)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    starts = sorted(
+        next(i for i in range(len(stream)) if stream[i : i + 32].tolist() == row) % 32
+        for row in inputs.tolist()
+    )
+    assert len(set(map(tuple, inputs.tolist()))) == per_epoch
+    assert len(set(starts)) == 1
+
+
+def test_a_corpus_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="too few for rows of 64"):
+        rows_of_step(torch.arange(100).numpy(), 64, 1, 0, seed=1)
