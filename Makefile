@@ -18,12 +18,13 @@ ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES
 # of llama.cpp, the server alone
 SERVER_ALONE := -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF $(foreach part,TESTS EXAMPLES APP UI,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle llama-server demo test fuzz mutants lint docs doctor-table format clean
+.PHONY: help install oracle llama-server demo test results fuzz mutants lint docs doctor-table format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     text with and without speculation, then every method measured -> demo-report/"
 	@echo "make test     style, types and tests, in WORKERS=2 processes"
+	@echo "make results  measures the embedded model again: the reports, tables and pictures of docs/ (an hour)"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make llama-server  compiles it (ten minutes): bench --suite serve compares with it then"
@@ -69,6 +70,9 @@ demo: $(STAMP)
 
 test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations=15 --durations-min=1
+
+results: $(STAMP)
+	runs/results.sh
 
 mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py $(AREAS)

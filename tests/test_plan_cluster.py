@@ -94,7 +94,7 @@ def test_a_teacher_cache_by_hand():
     """16 texts of 4,096 tokens in each of 8 processes: decoded, then run once more."""
     sizes, device = published("gpt-oss-20b"), DEVICES["h100"]
     job = plan(sizes, device, 8, Choices(tokens=1e9))["jobs"]["teacher cache"]
-    reading = sizes.weights_read(16, 0.83) + 16 * sizes.kv_read(4096)
+    reading = sizes.weights_read(16, 0.82) + 16 * sizes.kv_read(4096)
     step = reading / (0.75 * 3.35e12) + 24 * 6e-6
     again = (2 * sizes.active + 2 * 64 * 64 * 4096 * 12) / (0.45 * 989e12)
     hours = 1e9 * (step / 16 + again) / 8 / 3600

@@ -6,15 +6,16 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.base import LoadError
-from outpace.decode.calibrate import OnProgress, calibrate, quick
+from outpace.decode.calibrate import STEADY, OnProgress, calibrate, quick
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, fingerprint, read_costs, write_costs
 from outpace.decode.request import GREEDY
 from outpace.decode.row_costs import shared
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder, Target
-from outpace.tasks.prompts import harmony_of, problem_prompts, problem_text
+from outpace.tasks.prompts import draw_mixed, harmony_of, problem_text
 from outpace.text.corpus import read_corpus, split
+from outpace.text.harmony import prompt_ids
 
 QUICK = 5.0  # seconds that a request may spend on its own cost table
 PROBLEMS, LONGEST, SEED = 64, 512, 2  # prompts for the acceptance rate, and the most tokens of each
@@ -47,7 +48,9 @@ def measure_costs(
     harmony, prompts = harmony_of(tokenizer), list[list[int]]()
     if harmony is not None:
         text = problem_text(harmony, wanted, SEED)
-        prompts = problem_prompts(harmony, PROBLEMS, SEED, longest=LONGEST)
+        drawn = [prompt_ids(problem.prompt(), harmony) for problem in draw_mixed(PROBLEMS, SEED)]
+        most = min(LONGEST, target.config.max_position_embeddings - STEADY)
+        prompts = [ids for ids in drawn if len(ids) <= most]  # none: places of the text serve as well
     else:
         text = _source(tokenizer, wanted)
     return calibrate(

@@ -13,7 +13,7 @@ BLOCK_STATES = 32  # states of a token, each as wide as the model, that a block'
 LAYER_OVERHEAD = 6e-6
 # rho of `Sizes.experts_touched`, fitted to how the embedded model routes 1 to 12 tokens of problems (8
 # experts, 2 each): `touched` in reports/answers/report.json, as `outpace calibrate default` measures it
-EXPERT_OVERLAP = 0.83
+EXPERT_OVERLAP = 0.82
 COUNTS = ("context", "batch", "columns", "row_tokens", "teacher_batch", "tensor_parallel_size")
 LEAST = dict.fromkeys(COUNTS, 1.0) | {"positions_per_token": 0.01}  # of others: 0
 
