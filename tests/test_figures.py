@@ -112,19 +112,19 @@ def test_what_the_results_say_of_problems():
     assert f"to {worst['accuracy']:.0%}".replace("%", " %") + f" of the {worst['family']}" in text
     costs = report("answers")["costs"]["DFlash 2, greedy"]["points"][0]
     verify, draft = (costs[name][-1] / costs["plain"] for name in ("verify", "draft"))
-    assert 4 < verify < 5 and round(draft) == 2 and round(verify + draft) == 6
-    assert round(fixed["speedup"], 1) == 1.1 and "the draft by itself brings a tenth" in page("embedded.md")
+    assert f"take as long as {verify + draft:.1f} single steps" in text
+    passes = f"takes as long as {verify:.1f} single steps and the draft as {draft:.1f}, so that"
+    assert f"{passes} the draft at its full length brings {fixed['speedup']:.2f} times" in page("embedded.md")
     rows = [
         row
         for row in report("answers")["results"]
         if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
     ]
-    tables, strings, *others = sorted(rows, key=lambda row: row["speedup"])
-    assert (tables["family"], strings["family"]) == ("tables", "strings") and others[0]["speedup"] > 0.995
-    lost = f"tables lose {1 - tables['speedup']:.0%}, strings {1 - strings['speedup']:.0%}".replace("%", " %")
-    assert f"{lost}, no other family half of that" in page("embedded.md")
-    idle = [row["tau"] for row in rows if row["family"] in ("strings", "addition", "tables")]
-    assert max(idle) < 1.2 and "hardly any in strings, sums and tables" in page("embedded.md")
+    worst = min(rows, key=lambda row: row["speedup"])
+    lost = f"with it {worst['family']} lose the most, {1 - worst['speedup']:.0%}".replace("%", " %")
+    assert f"{lost}." in page("embedded.md")
+    (idle,) = (row["tau"] for row in rows if row["family"] == "strings")
+    assert idle < 1.2 and "hardly any in strings" in page("embedded.md")
 
 
 def test_tokens_that_the_embedded_model_has_seen():
@@ -193,10 +193,9 @@ def test_what_the_drafts_bring():
     for row in sorted(results, key=lambda row: row["speedup"]):
         if not row["temperature"] and row["family"] != "all":
             best[row["family"]] = row["method"]
-    others = {family: method for family, method in best.items() if method != "DFlash 2"}
-    assert others == {"strings": "plain", "code edits": "n-gram", "tables": "n-gram"} and len(best) == 16
-    fastest = "fastest in thirteen of sixteen kinds of problems, and plain decoding in strings"
-    assert fastest in page("drafts.md")
+    most = sum(method == "DFlash 2" for method in best.values())
+    assert len(best) == 16
+    assert f"A DFlash 2 is the fastest in {most} of sixteen kinds of problems" in page("drafts.md")
 
 
 def test_what_the_results_say_of_the_server():
@@ -220,21 +219,17 @@ def test_what_the_results_say_of_keys_and_values_of_two_bytes():
     assert f"they take {less[0] * 100:.0f} and {less[1] * 100:.0f} % less" in page("results.md")
 
 
-def test_what_the_results_say_of_verify_passes_and_of_llama_cpp_without_avx512():
+def test_what_the_results_say_of_verify_passes():
     words = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
     times = {name: row["outpace_ms"] for name, row in report("llama-cpp")["steps"].items()}
     eight, sixteen = (words[round(times[f"{n} tokens"] / times["1 token"])] for n in (8, 16))
     assert f"8 tokens costs {eight} of them and one of 16 {sixteen}" in page("results.md")
-    names = "llama-cpp/theirs-avx2", "llama-cpp"
-    narrow, wide = (report(name)["text"]["llama.cpp"]["tokens_per_s"] for name in names)
-    share = {3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth"}[round(1 / (narrow / wide - 1))]
-    assert f"Without AVX-512 llama.cpp writes text {share} faster than with it" in page("results.md")
 
 
 def test_what_the_default_draft_brings_next_to_llama_cpp():
     texts = [report(f"llama-cpp{name}")["text"] for name in ("", "/busy", "/avx2", "/theirs-avx2")]
     rates = [t["default"]["tokens_per_s"] / t["autoregressive"]["tokens_per_s"] for t in texts]
-    assert f"{min(rates):.2f} to {max(rates):.2f} times the tokens/s of plain decoding in the five" in page(
+    assert f"{min(rates):.2f} to {max(rates):.2f} times the tokens/s of plain decoding in these" in page(
         "results.md"
     )
 
