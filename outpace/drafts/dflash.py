@@ -11,23 +11,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outpace.drafts.base import Proposal
+from outpace.drafts.base import HostProposal, Proposal
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
+from outpace.drafts.dflash_decode import (
+    BigramBias,
+    DraftTokens,
+    Head,
+    confidence,
+    guess,
+    host_survival,
+    survival,
+)
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
 from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy, in_one_call
-from outpace.drafts.native import NativeDraft, address, native, program_of
+from outpace.drafts.native import MOST_PROGRAMS, NativeDraft, address, native, program_of
 from outpace.drafts.rows import CacheRows
 from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
-from outpace.kv.metadata import StepMetadata
+from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.quant import Quant
 from outpace.ops.rope import inverse_frequencies, rope_tables
+
+REST = 32  # verified tokens of a rest, at most: one native call takes them, or FEW of a prompt
 
 
 class DFlash(NativeDraft):
@@ -173,6 +183,7 @@ class DFlashSession(CacheRows):
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = draft.in_one_piece
+        self._greedy: dict[tuple[int, ...], NativeGreedy | None] = {}  # one for all views of these rows
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -187,15 +198,21 @@ class DFlashSession(CacheRows):
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         assert aux is not None, "DFlash reads the target's hidden states"
-        width = max(counts)
+        width, block = max(counts), self.draft.block_size
         if not width:
             return
-        step, states = self.cache.begin(width, counts), aux[:, :, :width]
-        if width <= self.draft.block_size and self._native(width):
-            self._native_context(width).append(states, step, self.cache)
-        else:
-            self.remember(states, step)
-        self.cache.advance(step)
+        # a few sizes of programs: a step's, exactly, and those of a rest or a prompt
+        most = next((n for n in (FEW, REST, block, width) if self._native(n)), 0)
+        for begin in range(0, width, most or width):
+            part = [min(max(count - begin, 0), most or width) for count in counts]
+            n = max(part)
+            step, states = self.cache.begin(n, part), aux[:, :, begin : begin + n]
+            if most:
+                T = n if n <= block else REST if n <= REST else FEW
+                self._native_context(T).append(states, step, self.cache)
+            else:
+                self.remember(states, step)
+            self.cache.advance(step)
 
     def remember(self, aux: Tensor, step: StepMetadata) -> None:
         """aux [n,B,T,C] of the verified tokens that `step` appends."""
@@ -220,10 +237,9 @@ class DFlashSession(CacheRows):
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         greedy = self._native_greedy(width) if isinstance(sampler, Greedy) else None
         if greedy is not None:
-            result = greedy.run(last, self.cache.begin(greedy.block.T, both_ways=True), self.cache)
-        else:
-            hidden = self.block_hidden(last, width)[:, 1:width]
-            result = self.draft.guess(self.head, hidden, last, sampler)
+            return self._on_host(greedy, last, width)
+        hidden = self.block_hidden(last, width)[:, 1:width]
+        result = self.draft.guess(self.head, hidden, last, sampler)
         q = None if result.q is None else torch.nn.functional.pad(result.q, (0, 0, 1, 0))
         return Proposal(
             torch.cat((last[:, None], result.tokens), dim=1),
@@ -231,6 +247,15 @@ class DFlashSession(CacheRows):
             q=q,
             survival=survival(result.sure, self.draft.config.temperatures),
         )
+
+    def _on_host(self, greedy: NativeGreedy, last: Tensor, width: int) -> Proposal:
+        """Tensors of a dozen numbers would take as long as the draft's layers."""
+        step = self.cache.begin(greedy.block.T, both_ways=True)
+        roots = last.tolist()
+        tokens, sure = greedy.run(roots, step, self.cache)
+        rows = [[root, *row] for root, row in zip(roots, tokens, strict=True)]
+        stated = [host_survival(row, self.draft.config.temperatures) for row in sure]
+        return HostProposal(rows, [width] * len(rows), None, stated, last.device)
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, BigramBias | None]:
         """last [B] -> logits [B, width - 1, N] of `vocab`, 1 .. width - 1 tokens after it (width <=
@@ -279,6 +304,17 @@ class DFlashSession(CacheRows):
         return program_of(draft.native_programs, NativeBlock, parts, cache.offset, cache.batch, T)
 
     def _native_greedy(self, width: int) -> NativeGreedy | None:
+        """Kept from step to step while nothing it depends on changes: to look it up takes as long as a layer
+        of a small draft."""
+        theirs = address(self.target.embed_tokens.weight), address(self.head.weight)
+        asked = width, self.cache.batch, *theirs, torch.get_num_threads(), self.draft.native_epoch
+        if asked not in self._greedy:
+            if len(self._greedy) >= MOST_PROGRAMS:
+                self._greedy.clear()
+            self._greedy[asked] = self._make_greedy(width, theirs)
+        return self._greedy[asked]
+
+    def _make_greedy(self, width: int, theirs: tuple[int, int]) -> NativeGreedy | None:
         """None where draft tokens are chosen in another way than by the most probable ones or a selector."""
         draft, embedding, head = self.draft, self.target.embed_tokens.weight, self.head
         T = width if draft.config.one_way else draft.block_size
@@ -288,7 +324,6 @@ class DFlashSession(CacheRows):
             return None
         masked = draft.config.mask_token_id if draft.mask_embedding is None else draft.mask_embedding[None]
         parts = self._native_block(T), embedding, masked, head, draft.candidate_selector
-        theirs = address(embedding), address(head.weight)
         of_block = self.cache.offset, self.cache.batch, T
         return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=(*theirs, *of_block))
 

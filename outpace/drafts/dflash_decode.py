@@ -1,7 +1,9 @@
 """From a block's hidden states to draft tokens: each by itself, or each after the one before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,6 +226,18 @@ def survival(sure: Tensor, temperatures: tuple[float, ...] = ()) -> Tensor:
         scale = sure.new_tensor(temperatures[: sure.shape[1]])
         sure = torch.sigmoid(torch.logit(sure, eps=1e-6) / scale)
     return torch.nn.functional.pad(sure.cumprod(1), (1, 0), value=1.0)
+
+
+def host_survival(sure: Sequence[float], temperatures: Sequence[float] = ()) -> list[float]:
+    """`survival` of one row, the same float32 numbers, formed on the host."""
+    result = [1.0]
+    for i, chance in enumerate(sure):
+        if temperatures:
+            odds = 1 / min(max(chance, 1e-6), 1 - 1e-6) - 1
+            chance = 1 / (1 + odds ** (1 / temperatures[i]))
+        result.append(result[-1] * chance)
+    rounded: list[float] = np.asarray(result, np.float32).tolist()
+    return rounded
 
 
 def confidence(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_decode import DraftTokens, Head
+from outpace.drafts.dflash_decode import Head
 from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv, Selector
 from outpace.drafts.dflash_layer import DFlashLayer
 from outpace.drafts.native import whole
@@ -46,6 +46,7 @@ class NativeBlock:
             torch.full((B,), T),
             torch.arange(B),
         )
+        self._start, self._rows = self.start.numpy(), self.rows.numpy()
         self.x, self.h, self.y, self.z = (torch.empty(M, c.hidden_size) for _ in range(4))
         self.hidden = torch.empty(B, T, c.hidden_size)
         self.cos, self.sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
@@ -110,8 +111,8 @@ class NativeBlock:
 
     def point_to(self, step: StepMetadata, cache: KVCache) -> None:
         self.rings.point_to(cache.rings)
-        self.start.numpy()[:] = step.start
-        self.rows.numpy()[:] = step.cache_rows or range(len(step.start))
+        self._start[:] = step.start
+        self._rows[:] = step.cache_rows or range(len(step.start))
 
 
 class NativeGreedy:
@@ -133,6 +134,7 @@ class NativeGreedy:
         self.block, self.lock, self.program = block, Lock(), Program(head.rounded)
         self.last = torch.zeros(B, dtype=torch.int64)
         self.tokens = torch.full((B, T), masked if isinstance(masked, int) else 0)
+        self._last, self._anchors = self.last.numpy(), self.tokens.numpy()[:, 0]
         self._embed(embedding, masked)
         self.program.extend(block.program)
         hidden = block.hidden[0, 1:width]
@@ -174,17 +176,18 @@ class NativeGreedy:
         self.program.walk((self.last, *candidates, h, *books), chosen, sure)
         return chosen, sure
 
-    def run(self, last: Tensor, step: StepMetadata, cache: KVCache) -> DraftTokens:
-        """After `last` [B]."""
+    def run(
+        self, last: list[int], step: StepMetadata, cache: KVCache
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """After the tokens `last` of B rows: `DraftTokens.tokens` and `sure`, on the host."""
         with self.lock, self.block.lock:
             self.block.point_to(step, cache)
-            self.last.copy_(last)
-            self.tokens[:, 0] = last
+            self._last[:] = self._anchors[:] = last
             self.program.run()
             if self.sure is not None:
-                return DraftTokens(self.chosen.clone(), None, self.sure.clone())
+                return self.chosen.tolist(), self.sure.tolist()
             sure = (self.values[:, 0] - self.lse).exp()
-            return DraftTokens(self.chosen.clone(), None, sure.view(self.chosen.shape))
+            return self.chosen.tolist(), sure.view(self.chosen.shape).tolist()
 
 
 def in_one_call(head: Head, selector: Selector | None) -> bool:
@@ -211,8 +214,9 @@ class NativeContext:
     ) -> None:
         K, D, M = c.num_kv_heads, c.head_dim, B * T
         self.rings, self.lock = Rings(len(layers)), Lock()
-        self.aux = torch.empty(B, T, len(c.target_layer_ids), c.hidden_size)
+        self.aux = torch.zeros(B, T, len(c.target_layer_ids), c.hidden_size)
         self.start, self.counts, self.rows = (torch.zeros(B, dtype=torch.int64) for _ in range(3))
+        self._start, self._counts, self._rows = (x.numpy() for x in (self.start, self.counts, self.rows))
         fused, features = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
         cos, sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
         positions, kv = torch.zeros(B, T, dtype=torch.int64), torch.empty(B, T, 2 * K * D)
@@ -229,10 +233,10 @@ class NativeContext:
             program.append(kv, self.rings.address(i), self.start, self.counts, 0, K, 0, self.rows)
 
     def append(self, aux: Tensor, step: StepMetadata, cache: KVCache) -> None:
-        """aux [n,B,T,C] of the step's tokens."""
+        """aux [n,B,up to T,C] of the step's tokens."""
         with self.lock:
             self.rings.point_to(cache.rings)
-            self.aux.copy_(aux.permute(1, 2, 0, 3))
-            self.start.numpy()[:], self.counts.numpy()[:] = step.start, step.counts
-            self.rows.numpy()[:] = step.cache_rows or range(len(step.start))
+            self.aux[:, : aux.shape[2]].copy_(aux.permute(1, 2, 0, 3))
+            self._start[:], self._counts[:] = step.start, step.counts
+            self._rows[:] = step.cache_rows or range(len(step.start))
             self.program.run()

@@ -28,13 +28,14 @@ class NativeDraft(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.native_programs: NativePrograms = {}
+        self.native_epoch = 0  # how often they were dropped
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: native programs point at the weights of this one."""
         return self.__dict__ | {"native_programs": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.native_programs.clear()  # the weights become other tensors
+        self._drop_programs()  # the weights become other tensors
         super()._apply(fn, recurse)
         device = next(self.parameters()).device
         if device.type != "meta":  # who gives weights to an empty draft does not know of these
@@ -45,7 +46,11 @@ class NativeDraft(nn.Module):
         """Of what products with the weights, and a head of the target's, multiply; see
         `blocks.use_activation_dtype`."""
         use_activation_dtype(self, dtype)
+        self._drop_programs()
+
+    def _drop_programs(self) -> None:
         self.native_programs.clear()
+        self.native_epoch += 1
 
     @property
     def rounded(self) -> bool:

@@ -73,6 +73,25 @@ def test_steps_that_take_longer_than_predicted_are_probed_less():
     assert drafted[1000] > drafted[3] / 3, "a step that was held up does not end the draft"
 
 
+def test_a_machine_that_is_slower_than_measured_drafts_as_much():
+    """Three draft tokens a step are right; all steps, or drafting ones alone, take three times as long."""
+    drafted = {}
+    for plain, drafting in ((1, 1), (3, 3), (1, 3)):
+        controller = Adaptive(shared(embedded(acceptance=0.7), 4))
+        controller.begin(8)
+        steps = 0
+        for _ in range(2000):
+            n = controller.width([256])
+            proposal = chain(None, n, 1)
+            if n > 1:
+                proposal, steps = controller.cut(proposal), steps + 1
+            assert controller.predicted is not None
+            seconds = controller.predicted[1] * (drafting if n > 1 else plain)
+            controller.learn(proposal, [[*range(min(proposal.counts[0], 4))]], seconds)
+        drafted[plain, drafting] = steps
+    assert drafted[3, 3] > 0.8 * drafted[1, 1] and drafted[1, 3] < 0.5 * drafted[1, 1]
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_table_of_few_rows_is_scaled_for_who_decodes_many(reads, monkeypatch, tmp_path):
     """A pass of 8 rows was taken for one of one row with as many positions, and all else for one row's."""

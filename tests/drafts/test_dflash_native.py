@@ -60,6 +60,27 @@ def test_rounds_are_the_modules(name):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("lengths", [(20, 33, 1), (100, 7), (64, 0, 65)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_prompts_and_rests_are_observed_as_by_the_modules(name, lengths):
+    target, draft = tiny.target("gpt_oss"), drafted(**{"head_dim": 8} | VARIANTS[name])
+    bound, text = draft.bind(target), tiny.tokens(2, sum(lengths))
+    fast, plain = (bound.begin(2, sum(lengths) + 20) for _ in range(2))
+    plain.in_one_piece = False
+    aux, at = target(text, aux=draft.target_layer_ids).aux, [0, 0]
+    for length in lengths:
+        counts = [length, length * 2 // 3]
+        columns = [torch.arange(n, n + length) for n in at]
+        seen = torch.stack([aux[:, b, c] for b, c in enumerate(columns)], dim=1)
+        for session in (fast, plain):
+            session.observe(text[:, :length], seen, counts)
+        at = [n + c for n, c in zip(at, counts, strict=True)]
+        last = tiny.tokens(2, seed=length)
+        assert fast.cache.lengths == plain.cache.lengths == at
+        assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
+
+
+@torch.inference_mode()
 def test_what_a_round_gave_outlives_the_next():
     target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
     (session, _), last = sessions(draft, target, 2), tiny.tokens(2, seed=4)

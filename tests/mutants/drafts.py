@@ -138,8 +138,8 @@ MUTANTS = [
     (
         "a DFlash block read one position early",
         "outpace/drafts/dflash.py",
-        "hidden = self.block_hidden(last, width)[:, 1:width]\n            result",
-        "hidden = self.block_hidden(last, width)[:, : width - 1]\n            result",
+        "hidden = self.block_hidden(last, width)[:, 1:width]\n        result",
+        "hidden = self.block_hidden(last, width)[:, : width - 1]\n        result",
         "tests/drafts/test_dflash_parts.py",
     ),
     (
@@ -147,6 +147,13 @@ MUTANTS = [
         "outpace/drafts/dflash_native.py",
         "hidden = block.hidden[0, 1:width]",
         "hidden = block.hidden[0, : width - 1]",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a long text observed by its first tokens again and again",
+        "outpace/drafts/dflash.py",
+        "aux[:, :, begin : begin + n]",
+        "aux[:, :, :n]",
         "tests/drafts/test_dflash_native.py",
     ),
     (

@@ -168,7 +168,7 @@ MUTANTS = [
     (
         "a draft's native block in the rows of another text",
         "outpace/drafts/dflash_native.py",
-        "step.start\n        self.rows.numpy()[:] = step.cache_rows or range(len(step.start))",
+        "step.start\n        self._rows[:] = step.cache_rows or range(len(step.start))",
         "step.start",
         "tests/serve/test_shared_draft.py",
     ),
@@ -192,6 +192,13 @@ MUTANTS = [
         "return answer.index, None if piece.part is None else piece.part.index",
         "return answer.index, None",
         "tests/serve/test_answer.py",
+    ),
+    (
+        "a slow machine is the draft's fault",
+        "outpace/decode/controller.py",
+        "seconds /= self.slowness",
+        "seconds /= 1.0",
+        "tests/decode/test_row_costs.py",
     ),
     (
         "probes that cost what was predicted",
