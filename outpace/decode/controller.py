@@ -278,7 +278,8 @@ class Adaptive:
         share = CREDIT_SHARE * self.tokens * now.step[1]
         if self.account is None:
             self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1], share)
-        self.account = min(self.account, BANK * price)
+        # what was lost beyond one more probe is forgotten, or a few slow steps would end drafting for good
+        self.account = max(-(DEBT + 1) * price, min(self.account, BANK * price))
         # where the draft itself expects too little of a probe, nothing of it is verified
         unverified = 0.0
         if self.states_survival:

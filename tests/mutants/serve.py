@@ -201,6 +201,13 @@ MUTANTS = [
         "tests/decode/test_row_costs.py",
     ),
     (
+        "a few slow steps end drafting for good",
+        "outpace/decode/controller.py",
+        "max(-(DEBT + 1) * price, min(self.account, BANK * price))",
+        "min(self.account, BANK * price)",
+        "tests/decode/test_row_costs.py",
+    ),
+    (
         "probes that cost what was predicted",
         "outpace/decode/controller.py",
         "seconds = expected if seconds is None else min(seconds, SLOWEST * expected)",
