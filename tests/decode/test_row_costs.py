@@ -74,7 +74,7 @@ def test_steps_that_take_longer_than_predicted_are_probed_less():
 
 
 def test_a_machine_that_is_slower_than_measured_drafts_as_much():
-    """Three draft tokens a step are right; all steps, or drafting ones alone, take three times as long."""
+    """Three draft tokens are right; all steps, or those with draft tokens, take three times as long."""
     drafted = {}
     for plain, drafting in ((1, 1), (3, 3), (1, 3)):
         controller = Adaptive(shared(embedded(acceptance=0.7), 4))
