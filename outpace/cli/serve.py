@@ -115,6 +115,7 @@ def serve(
         ) from None
     if model.graphs is None or kv_memory is not None:  # a GPU's was known before the model was loaded
         _check_memory(server.engine.nbytes, server.engine.step_nbytes, config, kv_memory)
+    server.engine.warm_up(None if served.default is None else served.drafts[served.default])
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
     methods = ", ".join(served.drafts) or "none"
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)

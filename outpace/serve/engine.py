@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.decode.ahead import RunAhead, Verified
 from outpace.decode.controller import Controller, Fixed
-from outpace.decode.request import check_prompts
+from outpace.decode.request import Request, check_prompts
 from outpace.decode.reuse import reusable
 from outpace.drafts.base import Draft, Proposal, check_finite, roots
 from outpace.drafts.deferred import States, accepted_states
@@ -130,6 +130,19 @@ class Engine:
                 raise QueueFull(f"{len(self.waiting)} requests are waiting")
             self.waiting.append(sequence)
             self.arrival.notify()
+
+    def warm_up(self, draft: Draft | None) -> None:
+        """A sequence of any tokens that drafts in every step: what is built at its first use is there then,
+        and no request waits for it, nor does the controller take it for the draft's time."""
+        if self.config.max_model_len < 2:
+            return
+        controller, self.controller = self.controller, Fixed(self.block)
+        self.controller.begin(self.block)
+        request = Request(max_new_tokens=min(FEW, self.config.max_model_len - 1), stop=frozenset())
+        self.add(Sequence(prompt=[0], request=request, on_tokens=lambda _: None, draft=draft))
+        while self.running or self.waiting:
+            self.step()
+        self.controller = controller
 
     def wait(self, seconds: float) -> bool:
         """Until there is something to do; -> whether there is."""

@@ -201,6 +201,13 @@ MUTANTS = [
         "tests/decode/test_row_costs.py",
     ),
     (
+        "a warm-up that keeps its own controller",
+        "outpace/serve/engine.py",
+        "            self.step()\n        self.controller = controller",
+        "            self.step()",
+        "tests/serve/test_engine.py",
+    ),
+    (
         "a few slow steps end drafting for good",
         "outpace/decode/controller.py",
         "max(-(DEBT + 1) * price, min(self.account, BANK * price))",

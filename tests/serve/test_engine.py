@@ -302,6 +302,26 @@ def test_what_is_too_long_or_too_much_is_refused_with_the_numbers():
         Engine(target(), EngineConfig(max_model_len=10**7))
 
 
+def test_a_warm_up_builds_programs_and_leaves_no_trace():
+    model = target()
+    draft = BoundDFlash(random_dflash(model, 3, head_dim=8), model)
+    controller = Dice(1)
+    engine = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=90), [draft], controller)
+    taught = []
+    controller.learn = lambda *some: taught.append(some)
+    engine.warm_up(draft)
+    built = set(draft.draft.native_programs)
+    assert not engine.running and not engine.waiting and engine.controller is controller and not taught
+    kinds = {getattr(kind, "__name__", None) for kind, *_ in built}
+    assert kinds >= {"NativeBlock", "NativeGreedy", "NativeContext"}
+    prompt, wanted = tiny.tokens(1, 12, seed=4)[0].tolist(), request(20)
+    client = Client(prompt, wanted, draft=draft)
+    engine.add(client.sequence)
+    run(engine)
+    assert client.tokens == alone(model, prompt, wanted, 0) and taught
+    Engine(model, EngineConfig(max_num_seqs=1, max_model_len=1)).warm_up(None)  # no room: nothing to do
+
+
 def test_who_takes_too_long_is_ended_running_or_waiting():
     model = target()
     engine = Engine(model, EngineConfig(max_num_seqs=1, max_model_len=60, max_seconds=30))
