@@ -33,7 +33,6 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
-SLOWNESS_SHARE = 0.1  # of an autoregressive step in the mean of how much slower than predicted they are
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
 
@@ -221,7 +220,6 @@ class Adaptive:
         self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
-        self.slowness = 1.0  # of autoregressive steps, over the predicted
         self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
@@ -278,8 +276,7 @@ class Adaptive:
         share = CREDIT_SHARE * self.tokens * now.step[1]
         if self.account is None:
             self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1], share)
-        # what was lost beyond one more probe is forgotten, or a few slow steps would end drafting for good
-        self.account = max(-(DEBT + 1) * price, min(self.account, BANK * price))
+        self.account = min(self.account, BANK * price)
         # where the draft itself expects too little of a probe, nothing of it is verified
         unverified = 0.0
         if self.states_survival:
@@ -335,9 +332,7 @@ class Adaptive:
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
         self.account += self._plain * now.allowed
         if self._width == 1:
-            self.slowness += SLOWNESS_SHARE * (seconds / expected - self.slowness)
             return
-        seconds /= self.slowness  # what slows autoregressive steps as well is no loss
         tokens, besides = now.resting(self._plain)
         self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides)
         for row, n, positions in zip(self._rows, proposal.counts, path, strict=True):

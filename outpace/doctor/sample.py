@@ -52,7 +52,8 @@ def sample(tokenizer: Tokenizer | None, vocab_size: int, most: int, file: Path |
         rng = torch.Generator().manual_seed(0)
         return Sample.whole(torch.randint(vocab_size, (most,), generator=rng).tolist())
     harmony = harmony_of(tokenizer) if file is None else None
-    if harmony is not None and (conversation := _conversation(harmony, most)) is not None:
+    conversation = None if harmony is None else _conversation(harmony, most)
+    if conversation is not None and max(conversation.tokens) < vocab_size:
         return conversation
     ids = encode_prompt(tokenizer, TEXT if file is None else file.read_text(encoding="utf-8"))[:most]
     if len(ids) < 2:

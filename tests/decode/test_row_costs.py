@@ -73,42 +73,6 @@ def test_steps_that_take_longer_than_predicted_are_probed_less():
     assert drafted[1000] > drafted[3] / 3, "a step that was held up does not end the draft"
 
 
-def test_a_machine_that_is_slower_than_measured_drafts_as_much():
-    """Three draft tokens are right; all steps, or those with draft tokens, take three times as long."""
-    drafted = {}
-    for plain, drafting in ((1, 1), (3, 3), (1, 3)):
-        controller = Adaptive(shared(embedded(acceptance=0.7), 4))
-        controller.begin(8)
-        steps = 0
-        for _ in range(2000):
-            n = controller.width([256])
-            proposal = chain(None, n, 1)
-            if n > 1:
-                proposal, steps = controller.cut(proposal), steps + 1
-            assert controller.predicted is not None
-            seconds = controller.predicted[1] * (drafting if n > 1 else plain)
-            controller.learn(proposal, [[*range(min(proposal.counts[0], 4))]], seconds)
-        drafted[plain, drafting] = steps
-    assert drafted[3, 3] > 0.8 * drafted[1, 1] and drafted[1, 3] < 0.5 * drafted[1, 1]
-
-
-def test_drafting_returns_after_a_few_slow_steps():
-    """As where programs are built at their first use; what comes then pays."""
-    controller = Adaptive(shared(embedded(acceptance=0.9), 4))
-    controller.begin(8)
-    drafted = []
-    for step in range(500):
-        n = controller.width([256])
-        proposal = chain(None, n, 1)
-        if n > 1:
-            proposal = controller.cut(proposal)
-        assert controller.predicted is not None
-        seconds = controller.predicted[1] * (50 if n > 1 and step < 40 else 1)
-        controller.learn(proposal, [[*range(min(proposal.counts[0], 5))]], seconds)
-        drafted.append(n > 1)
-    assert sum(drafted[:40]) < 10 and sum(drafted[40:]) > 350
-
-
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_table_of_few_rows_is_scaled_for_who_decodes_many(reads, monkeypatch, tmp_path):
     """A pass of 8 rows was taken for one of one row with as many positions, and all else for one row's."""

@@ -300,6 +300,8 @@ def test_the_text(tmp_path):
     with pytest.raises(ValueError, match="less than two tokens"):
         sample(tokenizer, 4096, 12, tmp_path / "short.txt")
     assert sample(tokenizer, 4096, 12, None).judged.all()  # no answer begins so early: a plain text
+    few = sample(tokenizer, 300, 192, None)  # another model's tokenizer: what it has rows for
+    assert few.judged.all() and max(few.tokens) < 300
     chat = sample(tokenizer, 4096, 192, None)
     pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in chat.tokens]
     answers = "".join(p for p, counts in zip(pieces[1:], chat.judged, strict=True) if counts)
