@@ -4,9 +4,8 @@ One token and several tokens over a cache of 256, a prompt of 512 tokens, batche
 answers to held-out problems by every method (text of a target without Harmony); ours goes through `generate`,
 llama.cpp's through its C functions. Each uses the number of threads, and the dtype of keys and values
 (float16 or float32), that suit it best; llama.cpp with or without flash attention, too. Answers of ours are
-made with float32. Steps of ours are timed with activations in
-bfloat16 as well (--activation-dtype), in columns of their own. With --busy, another process computes on one
-core meanwhile.
+made with float32. Steps of ours are timed with activations in bfloat16 as well (--activation-dtype), in
+columns of their own. With --busy, another process computes on one core meanwhile.
 Needs llama-cpp-python (make oracle).
 Run: python -m benchmarks.against_llama_cpp [--target default] [--out reports/llama-cpp] [--busy]
 """
@@ -35,7 +34,7 @@ from benchmarks.small_moe import median
 from outpace.bench import llama_cpp
 from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
 from outpace.bench.machine import describe_target, machine, provenance, versions
-from outpace.bench.prompts import SEED, held_out_prompts, prompts_for
+from outpace.bench.prompts import SEED, answer_lengths, held_out_prompts
 from outpace.checkpoint.save import write_json
 from outpace.decode.auto import measure_costs
 from outpace.decode.controller import Adaptive
@@ -47,7 +46,7 @@ from outpace.formats.convert import convert_target
 from outpace.loading import open_draft, open_target
 from outpace.models.decoder import Output
 from outpace.ops.dispatch import find_kv_cache_dtype
-from outpace.tasks.prompts import harmony_of, problem_text
+from outpace.tasks.prompts import harmony_of, problem_prompts, problem_text
 from outpace.text.corpus import read_corpus, split
 
 CONTEXT, NEW = 256, 128
@@ -82,9 +81,8 @@ def questions(target: Any, tokenizer: Any, repeats: int) -> list[list[Question]]
     documents, harmony = split(read_corpus())[1], harmony_of(tokenizer)
     if harmony is None:
         return [[(prompt, NEW)] for prompt in held_out_prompts(tokenizer, documents, repeats, CONTEXT)]
-    prompts = prompts_for(tokenizer, documents, ANSWERED * repeats, CONTEXT)
-    request = Request(max_new_tokens=LONGEST, stop=harmony.stop)
-    answers = [(p, max(2, len(generate(target, [p], request).tokens[0]))) for p in prompts]
+    prompts = problem_prompts(harmony, ANSWERED * repeats, SEED, CONTEXT)
+    answers = list(zip(prompts, answer_lengths(target, prompts, harmony.stop, LONGEST), strict=True))
     return [answers[i : i + ANSWERED] for i in range(0, len(answers), ANSWERED)]
 
 

@@ -16,7 +16,7 @@ if [ -n "$(git status --porcelain -- ':/' ':(top,exclude)reports' ':(top,exclude
   exit 2
 fi
 
-quiet() { # waits until other processes leave half a core at least
+quiet() { # whether the load of the last minute is at most half of the cores and one: a suite that has just ended is in it
   "$python" -c 'import os, sys; sys.exit(os.getloadavg()[0] > 0.5 * len(os.sched_getaffinity(0)) + 1)' || [ -n "${BUSY:-}" ]
 }
 

@@ -18,6 +18,7 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     assert code == 0 and first["widths"] == list(range(1, 13)) and first["touched"]["experts"] == 8
     assert first["points"][0]["break_even"][0] == 1 and min(first["points"][0]["break_even"]) == 1
     assert first["described"]["draft"].startswith("BoundDFlash, at most 12 positions")
+    assert first["acceptance"] > 0.7  # of answers; of text that the target cannot continue a tenth
     _, out, err = run(monkeypatch, capsys, *options)
     assert json.loads(out) == first and "measured before" in err and "--force" in err
     _, out, _ = run(monkeypatch, capsys, *options, "--force")

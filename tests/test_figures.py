@@ -187,8 +187,8 @@ def test_what_the_drafts_bring():
     passes = {row["method"]: row["round_ms"]["verify"] for row in results
               if row["family"] == "all" and not row["temperature"] and not row.get("controller")
               and "round_ms" in row}  # fmt: skip
-    assert 4.5 < passes["DFlash 2, tree of 16"] / passes["plain"] < 5.5
-    assert "verification of 16 positions costs about five times that of one" in page("drafts.md")
+    times = passes["DFlash 2, tree of 16"] / passes["plain"]
+    assert f"verification of 16 positions costs {times:.1f} times that of one" in page("drafts.md")
     best = {}
     for row in sorted(results, key=lambda row: row["speedup"]):
         if not row["temperature"] and row["family"] != "all":

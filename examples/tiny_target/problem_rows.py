@@ -19,7 +19,7 @@ from outpace.tasks.problem import Problem
 from outpace.tasks.vocabulary import CITIES, COLORS, FIELDS, NAMES, THINGS
 from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
 from outpace.text.messages import EFFORTS, Conversation, Developer, System
-from outpace.text.sft_rows import TrainingRow, rows
+from outpace.text.sft_rows import TrainingRow, rows, with_next
 
 UNSUPERVISED = -100  # label of a token that is not the model's own
 MOST_TURNS = 6
@@ -142,17 +142,13 @@ class Lessons:
     ) -> TrainingRow:
         """Problems in a row of at most so many tokens, each with its trace, as if a conversation's history
         kept the analysis."""
-        whole = self._row(rng, first.conversation(effort))
-        head = len(self.tokens.encode(settings_pieces(first.prompt(effort))))
-        ids, mask = list(whole.ids), list(whole.mask)
+        row = self._row(rng, first.conversation(effort))
         for problem in further:
-            row = rows(problem.conversation(effort), self.tokens)[-1]
-            if len(ids) + len(row.ids) - head > most:
+            longer = with_next(row, problem.conversation(effort), self.tokens)
+            if len(longer.ids) > most:
                 break
-            ids[-1], mask[-1] = self.tokens.ids[Mark.END], False  # `<|return|>` is the last answer's alone
-            ids += row.ids[head:]
-            mask += row.mask[head:]
-        return replace(whole, ids=ids, mask=mask)
+            row = longer
+        return row
 
 
 def _chosen(rng: random.Random, weights: dict[str, float]) -> str:

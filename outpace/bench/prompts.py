@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
+from outpace.models.decoder import Decoder
 from outpace.tasks.prompts import harmony_of, problem_prompts
 from outpace.text.corpus import Document
 
@@ -43,6 +46,15 @@ def held_out_prompts(
             "ask for fewer or shorter ones, or give more text"
         )
     return items
+
+
+def answer_lengths(
+    target: Decoder, prompts: Sequence[list[int]], stop: frozenset[int], most: int
+) -> list[int]:
+    """How many tokens autoregressive decoding answers each prompt with, up to a stop token; at least two, for
+    what follows the first is timed."""
+    request = Request(max_new_tokens=most, stop=stop)
+    return [max(2, len(generate(target, [prompt], request).tokens[0])) for prompt in prompts]
 
 
 def _shuffled(document: Document) -> str:

@@ -24,16 +24,15 @@ from outpace.checkpoint.open import is_gguf
 from outpace.checkpoint.shipped import target_path
 from outpace.models.decoder import Decoder
 from outpace.tasks.problem import Problem
-from outpace.tasks.prompts import draw_short, harmony_of
+from outpace.tasks.prompts import draw_mixed, draw_short, harmony_of
 from outpace.text.corpus import Document
 from outpace.text.harmony import prompt_ids
 from outpace.text.messages import System
 
 OFF, ON = "no draft", "draft"
 QUESTIONS, VARIANTS = 32, 50  # the latter for each method
-DATED = 60  # tokens by which a system message with a date is longer, at most
 FIRST_DAY = date(2024, 1, 1)
-Prompts = Callable[[int, int], list[int]]  # question and variant -> prompt
+PromptOf = Callable[[int, int], list[int]]  # question and variant -> prompt
 COLOURS = {OFF: plots.PALETTE[1], ON: plots.BLUE, LLAMA_SERVER: plots.GREY}
 
 
@@ -129,9 +128,9 @@ def _peers_file(
 
 def _prompts(
     tokenizer: Tokenizer, documents: Sequence[Document], count: int, settings: ServeSettings
-) -> Prompts:
-    """A variant is another prompt from its beginning on, so that little of it lies in a cache: problems have
-    another date there, and text another first token."""
+) -> PromptOf:
+    """A variant is another prompt from the date on that ends the system message's first words, or of a text
+    from its first token on: what comes after lies in no cache."""
     harmony, longest = harmony_of(tokenizer), settings.prompt_tokens
     if harmony is None:
         texts = held_out_prompts(tokenizer, documents, count, longest)
@@ -141,7 +140,9 @@ def _prompts(
         today = System(current_date=(FIRST_DAY + timedelta(days=variant)).isoformat())
         return prompt_ids(replace(problem.prompt(), system=today), harmony)
 
-    short = draw_short(harmony, count, settings.seed, longest - DATED)
+    (one,) = draw_mixed(1, settings.seed)
+    longer = len(prompt(one, 0)) - len(prompt_ids(one.prompt(), harmony))  # by the message with the date
+    short = draw_short(harmony, count, settings.seed, longest - longer)
     return lambda i, variant: prompt(short[i % count], variant)
 
 
@@ -150,7 +151,7 @@ def _turn(
     kind: str,
     load: float,
     repeat: int,
-    prompts: Prompts,
+    prompts: PromptOf,
     settings: ServeSettings,
 ) -> dict[str, Any]:
     """One load with every method, one after the other; the first rotates."""
@@ -267,7 +268,7 @@ serve_table = table_of(
 def _measured_line(report: Report) -> str:
     s = report["settings"]
     return (
-        f"over HTTP, prompts of up to {s['prompt_tokens']} tokens, none of them in the cache, answers of up "
+        f"over HTTP, prompts of up to {s['prompt_tokens']} tokens, each with another date, answers of up "
         f"to {s['new_tokens']}, temperature {s['temperature']:g}, {s['repeats']} repeats, the client on the "
         "same cores"
     )

@@ -13,7 +13,7 @@ from outpace.bench import baselines, llama_cpp, plots
 from outpace.bench.machine import describe_draft
 from outpace.bench.methods import Case, run_case
 from outpace.bench.metrics import PLAIN, ResultCell, agreement, result, speed_ratio
-from outpace.bench.prompts import held_out_prompts
+from outpace.bench.prompts import answer_lengths, held_out_prompts
 from outpace.bench.report import (
     METHOD,
     SPEEDUP,
@@ -31,8 +31,6 @@ from outpace.bench.run import Bar, Method, Run, Runs, at_least, check_known, int
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive
-from outpace.decode.generate import generate
-from outpace.decode.request import Request
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.lookup import NGram
@@ -213,28 +211,28 @@ def _methods(
     """The methods that can run, always with `plain`; `remarks` gets a line for each that cannot."""
     drafts: dict[str, Draft | None] = {PLAIN: None}
     drafts["ngram"] = NGram(block_size=NGRAM_BLOCK if draft is None else draft.block_size)
-    if draft is not None:
-        drafts |= {"dflash": draft.bind(target), "dflash-tree": DDTree(draft.bind(target), TREE)}
+    own = None if draft is None else draft.bind(target)
+    if own is not None:
+        drafts |= {"dflash": own, "dflash-tree": DDTree(own, TREE)}
     elif "dflash" in settings.methods:
         remarks.append(f"dflash and {DEFAULT} left out: no draft was given")
     methods = {
         name: run_case(Case(method=name, temperature=settings.temperature), target, bound)
         for name, bound in drafts.items()
     }
-    if draft is not None and DEFAULT in settings.methods:
-        methods[DEFAULT] = _default(target, tokenizer, drafts["dflash"], settings, remarks)
+    if own is not None and DEFAULT in settings.methods:
+        methods[DEFAULT] = _default(target, tokenizer, own, settings, remarks)
     methods |= _llama_cpp(target, tokenizer, settings, remarks)
     methods |= _baselines(target, draft, settings, remarks)
     return {m: run for m, run in methods.items() if m in settings.methods or m == PLAIN}
 
 
 def _default(
-    target: Decoder, tokenizer: Tokenizer, draft: Draft | None, settings: BenchSettings, remarks: list[str]
+    target: Decoder, tokenizer: Tokenizer, draft: Draft, settings: BenchSettings, remarks: list[str]
 ) -> Method:
     """As `outpace generate` decodes where nothing is said."""
     case = Case(method=DEFAULT, temperature=settings.temperature)
     rule = case.request.effective_rule
-    assert draft is not None
     controller, note = auto_controller(target, tokenizer, draft, rule, cache_folder())
     remarks.append(f"{DEFAULT}: the draft, {note}")
     if isinstance(controller, Adaptive):
@@ -297,9 +295,7 @@ def _problems(target: Decoder, tokenizer: Tokenizer, settings: BenchSettings) ->
     """One at a time, since no two answers are equally long."""
     tokens = HarmonyTokens(tokenizer)
     prompts = problem_prompts(tokens, settings.prompts, settings.seed, LONGEST)
-    request = Request(max_new_tokens=LONGEST, stop=tokens.stop)
-    answers = [len(generate(target, [prompt], request).tokens[0]) for prompt in prompts]
-    counts = [max(2, length) for length in answers]  # what follows the first token is timed
+    counts = answer_lengths(target, prompts, tokens.stop, LONGEST)
     return ResultCell(PROBLEMS, 1, max(counts), [[prompt] for prompt in prompts], {}, counts)
 
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.tasks.prompts import draw_mixed, harmony_of
-from outpace.text.harmony import HarmonyTokens, Mark, settings_pieces
-from outpace.text.sft_rows import rows
+from outpace.text.harmony import HarmonyTokens
+from outpace.text.sft_rows import rows, with_next
 from outpace.text.tokenizer import encode_prompt
 
 PROMPT = 64  # tokens of a plain text that a continuation begins with
@@ -63,18 +63,12 @@ def sample(tokenizer: Tokenizer | None, vocab_size: int, most: int, file: Path |
 
 def _conversation(harmony: HarmonyTokens, most: int) -> Sample | None:
     """Problems with their working, one after the other; None where no answer begins within `most` tokens."""
-    ids, mask = list[int](), list[bool]()
-    for problem in draw_mixed(COUNT, SEED, FAMILIES):
-        turn = problem.conversation()
-        (row,) = rows(turn, harmony)
-        settings = 0
-        if ids:
-            settings = len(harmony.encode(settings_pieces(turn)))
-            ids[-1], mask[-1] = harmony.ids[Mark.END], False  # `<|return|>` ends the last answer alone
-        ids += row.ids[settings:]
-        mask += row.mask[settings:]
-    judged = torch.tensor(mask[1:most])
-    return Sample(ids[:most], judged) if judged.any() else None
+    first, *others = (problem.conversation() for problem in draw_mixed(COUNT, SEED, FAMILIES))
+    (row,) = rows(first, harmony)
+    for conversation in others:
+        row = with_next(row, conversation, harmony)
+    judged = torch.tensor(row.mask[1:most])
+    return Sample(row.ids[:most], judged) if judged.any() else None
 
 
 TEXT = '''"""Count the words of a text file and print the most common ones."""

@@ -25,7 +25,7 @@ from outpace.drafts.dflash_decode import (
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
 from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy, in_one_call
-from outpace.drafts.native import MOST_PROGRAMS, NativeDraft, address, native, program_of
+from outpace.drafts.native import NativeDraft, address, native, program_key, program_of
 from outpace.drafts.rows import CacheRows
 from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.vocab import DraftVocabulary
@@ -183,7 +183,6 @@ class DFlashSession(CacheRows):
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = draft.in_one_piece
-        self._greedy: dict[tuple[int, ...], NativeGreedy | None] = {}  # one for all views of these rows
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -304,28 +303,26 @@ class DFlashSession(CacheRows):
         return program_of(draft.native_programs, NativeBlock, parts, cache.offset, cache.batch, T)
 
     def _native_greedy(self, width: int) -> NativeGreedy | None:
-        """Kept from step to step while nothing it depends on changes: to look it up takes as long as a layer
-        of a small draft."""
-        theirs = address(self.target.embed_tokens.weight), address(self.head.weight)
-        asked = width, self.cache.batch, *theirs, torch.get_num_threads(), self.draft.native_epoch
-        if asked not in self._greedy:
-            if len(self._greedy) >= MOST_PROGRAMS:
-                self._greedy.clear()
-            self._greedy[asked] = self._make_greedy(width, theirs)
-        return self._greedy[asked]
-
-    def _make_greedy(self, width: int, theirs: tuple[int, int]) -> NativeGreedy | None:
-        """None where draft tokens are chosen in another way than by the most probable ones or a selector."""
-        draft, embedding, head = self.draft, self.target.embed_tokens.weight, self.head
+        """The program that is kept, at first sight: to ask again whether there may be one takes as long as a
+        layer of a small draft."""
+        draft = self.draft
         T = width if draft.config.one_way else draft.block_size
+        theirs = address(self.target.embed_tokens.weight), address(self.head.weight)
+        foreign = *theirs, self.cache.offset, self.cache.batch, T
+        kept = draft.native_programs.get(program_key(NativeGreedy, width, foreign=foreign))
+        return kept or self._make_greedy(width, T, foreign)
+
+    def _make_greedy(self, width: int, T: int, foreign: tuple[int, ...]) -> NativeGreedy | None:
+        """None where draft tokens are chosen in another way than by the most probable ones or a selector."""
+        draft, head = self.draft, self.head
         if draft.markov_head is not None or draft.confidence_head is not None or not self._native(T):
             return None
         if not in_one_call(head, draft.candidate_selector):
             return None
         masked = draft.config.mask_token_id if draft.mask_embedding is None else draft.mask_embedding[None]
+        embedding = self.target.embed_tokens.weight
         parts = self._native_block(T), embedding, masked, head, draft.candidate_selector
-        of_block = self.cache.offset, self.cache.batch, T
-        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=(*theirs, *of_block))
+        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=foreign)
 
 
 Shape = tuple[int, ...]

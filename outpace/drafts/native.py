@@ -28,14 +28,13 @@ class NativeDraft(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.native_programs: NativePrograms = {}
-        self.native_epoch = 0  # how often they were dropped
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: native programs point at the weights of this one."""
         return self.__dict__ | {"native_programs": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._drop_programs()  # the weights become other tensors
+        self.native_programs.clear()  # the weights become other tensors
         super()._apply(fn, recurse)
         device = next(self.parameters()).device
         if device.type != "meta":  # who gives weights to an empty draft does not know of these
@@ -46,11 +45,7 @@ class NativeDraft(nn.Module):
         """Of what products with the weights, and a head of the target's, multiply; see
         `blocks.use_activation_dtype`."""
         use_activation_dtype(self, dtype)
-        self._drop_programs()
-
-    def _drop_programs(self) -> None:
         self.native_programs.clear()
-        self.native_epoch += 1
 
     @property
     def rounded(self) -> bool:
@@ -77,6 +72,11 @@ def address(weight: Weight) -> int:
     return (weight if isinstance(weight, Tensor) else whole(weight).data).data_ptr()
 
 
+def program_key(kind: Callable[..., Any], *size: int, foreign: tuple[int, ...] = ()) -> tuple[object, ...]:
+    """Of a program in `native_programs`: see `program_of`."""
+    return kind, size, foreign, torch.get_num_threads()
+
+
 def program_of(
     known: NativePrograms,
     kind: Callable[..., Kind],
@@ -86,7 +86,7 @@ def program_of(
 ) -> Kind:
     """The program of this kind and size, made of `parts` at its first use; `foreign`: what else it is of, as
     addresses of weights in it that are not the draft's, and may move."""
-    key = kind, size, foreign, torch.get_num_threads()
+    key = program_key(kind, *size, foreign=foreign)
     program: Any = known.get(key)
     if program is None:
         if len(known) >= MOST_PROGRAMS:

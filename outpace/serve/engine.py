@@ -138,9 +138,9 @@ class Engine:
             return
         controller, self.controller = self.controller, Fixed(self.block)
         self.controller.begin(self.block)
-        request = Request(max_new_tokens=min(FEW, self.config.max_model_len - 1), stop=frozenset())
+        request = Request(max_new_tokens=min(FEW, self.config.max_model_len - 1))
         self.add(Sequence(prompt=[0], request=request, on_tokens=lambda _: None, draft=draft))
-        while self.running or self.waiting:
+        while self.wait(0):
             self.step()
         self.controller = controller
 

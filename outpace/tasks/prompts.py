@@ -9,7 +9,9 @@ from outpace.tasks.families import FAMILIES
 from outpace.tasks.problem import Problem
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 
-PARTS = 8  # of problems that are drawn, as many as are wanted each, until enough of them are short
+# of problems that are drawn, as many as are wanted each, until enough are short; seeds of the parts lie
+# apart, since those of other texts count up
+PARTS, APART = 8, 1009
 
 
 def harmony_of(tokenizer: Tokenizer) -> HarmonyTokens | None:
@@ -40,7 +42,7 @@ def draw_short(tokens: HarmonyTokens, count: int, seed: int, longest: int) -> li
     where that is too short for problems."""
     short: list[Problem] = []
     for part in range(PARTS):
-        drawn = draw_mixed(count, seed + part)
+        drawn = draw_mixed(count, seed + APART * part)
         short += [p for p in drawn if len(prompt_ids(p.prompt(), tokens)) <= longest]
         if len(short) >= count:
             return short[:count]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +84,15 @@ def rows(
             mask += [own] * len(new)
         training_rows.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
     return training_rows
+
+
+def with_next(row: TrainingRow, conversation: Conversation, tokens: HarmonyTokens) -> TrainingRow:
+    """The row, and behind it the only turn of another conversation with the same settings, as if a history
+    kept its analysis: `<|return|>` ends the last answer alone."""
+    (turn,) = rows(conversation, tokens)
+    settings = len(tokens.encode(settings_pieces(conversation)))
+    ids = [*row.ids[:-1], tokens.ids[Mark.END], *turn.ids[settings:]]
+    return replace(row, ids=ids, mask=[*row.mask[:-1], False, *turn.mask[settings:]])
 
 
 def _turn(messages: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from outpace.bench import servers
-from outpace.bench.serve import OFF, ON, PAGE, ServeSettings, _measured, run_serve
+from outpace.bench.serve import OFF, ON, PAGE, ServeSettings, _measured, _prompts, run_serve
 from outpace.bench.servers import LLAMA_SERVER, Answered
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
@@ -69,6 +69,15 @@ def test_a_server_that_does_not_start_is_quoted(tmp_path, monkeypatch, script, w
         servers.llama_server(tmp_path / "target.gguf", 2, 64),
     ):
         pass
+
+
+def test_a_variant_of_a_problem_is_another_prompt_from_its_date_on():
+    tokenizer = open_target("default")[1]
+    prompt = _prompts(tokenizer, [], 8, SHORT)
+    one, other, again = prompt(3, 0), prompt(3, 7), prompt(11, 0)
+    assert max(len(prompt(i, 0)) for i in range(8)) <= SHORT.prompt_tokens and again == one
+    same = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    assert tokenizer.decode(one[: same + 1]).endswith("Current date: 2024-01-01") and one[-20:] == other[-20:]
 
 
 def test_latencies_are_those_of_requests():

@@ -122,6 +122,15 @@ def test_two_mistakes_at_once(tmp_path):
     assert values["scale of the experts"].mistakes == (HALVED,)
 
 
+def test_a_scale_is_not_blamed_where_another_mistake_explains_more(tmp_path):
+    """Experts that read noise say less at half the scale."""
+    model = load_target(plant(DEFAULT, tmp_path / "wrong", SPLIT))
+    scale = check_scale(read_with(model, text(192), [AS_IS, (DOUBLED,), (HALVED,)]), model.config.vocab_size)
+    values = {c.name: c for c in try_mistakes(model, text(192), math.inf)}
+    assert scale.mistakes == (HALVED,) and values["scale of the experts"].status == "skipped"
+    assert values["known mistakes"].mistakes == ("split nibbles (GGML's order)",)
+
+
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
 def test_scale_bias_127_or_128(by, best, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", scales(by)))

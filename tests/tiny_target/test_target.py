@@ -4,26 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from target_shapes import SHAPE as SMALL
 
 from examples.tiny_target.model import TargetShape, balance_loss, first_model, shape_of
 from outpace.models.load import load_target
 from outpace.models.save import dense_tensors, save_target
 from outpace.train.trainer import Muon, orthogonalise
 
-SHAPE = TargetShape(
-    vocab_size=300,
-    hidden_size=96,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    expert_size=64,
-    num_experts=5,
-    sliding_window=7,
-    original_max_position=64,
-    rope_factor=16.0,
-    bfloat16=False,
-)
+SHAPE = dataclasses.replace(SMALL, bfloat16=False)
 
 
 def test_a_start_gives_its_weights(tmp_path):

@@ -5,8 +5,9 @@ import json
 
 import pytest
 import torch
+from target_shapes import SHAPE
 
-from examples.tiny_target.model import TargetShape, init_weights
+from examples.tiny_target.model import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
@@ -18,19 +19,6 @@ from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
 from outpace.train.data import rows_of_step, token_stream
 
-SHAPE = TargetShape(
-    vocab_size=300,
-    hidden_size=96,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    expert_size=64,
-    num_experts=5,
-    sliding_window=7,
-    original_max_position=64,
-    rope_factor=16.0,
-)
 TEXTS = [
     "".join(f"def f_{n}_{i}(x, y):\n    return x * {i} + y - {n}\n\n" for i in range(40)) for n in range(6)
 ]
