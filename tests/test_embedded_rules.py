@@ -80,7 +80,7 @@ def test_texts_come_as_often_as_they_should(rule):
     words: at temperature 1 one text would have all the chance."""
     target, draft, _ = embedded()
     how, rows = Sampling(temperature=10.0, top_k=4), 500
-    prompt = [*prompts()[2], *plainly(Request(max_new_tokens=6))[2]]  # the header is behind it
+    prompt = [*prompts()[2], *plainly(Request(max_new_tokens=18))[2]]  # past the header
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
     got = generate(
         target, [prompt] * rows, request, draft, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
