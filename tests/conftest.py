@@ -18,7 +18,7 @@ settings.load_profile("outpace")
 
 
 def pytest_collection_modifyitems(items):
-    """Files that wait for a process with checks come first: behind all others they would keep one worker idle."""
+    """Files that wait for another process come first: behind all others they would keep one worker idle."""
     items.sort(key=lambda item: "checked" not in item.fixturenames)
 
 
