@@ -26,17 +26,24 @@ class States(NamedTuple):
 
     def at(self, positions: list[list[int]]) -> "States":
         """These positions of each row, in this order."""
-        counts = [len(row) for row in positions]
-        columns = torch.tensor(_padded(positions), device=self.tokens.device)
-        rows = torch.arange(len(counts), device=columns.device)[:, None]
-        return States(
-            self.tokens[rows, columns], None if self.aux is None else self.aux[:, rows, columns], counts
-        )
+        counts, columns = [len(row) for row in positions], _padded(positions)
+        aux = None if self.aux is None else _picked(self.aux, 1, columns)
+        return States(_picked(self.tokens, 0, columns), aux, counts)
 
 
 def _padded(rows: list[list[int]]) -> list[list[int]]:
     widest = max(map(len, rows))
     return [row + [0] * (widest - len(row)) for row in rows]
+
+
+def _picked(x: Tensor, dim: int, columns: list[list[int]]) -> Tensor:
+    """x [.., B, T, ..], where B is dimension `dim` -> these columns of each row. By one list of places: two
+    would take four times as long."""
+    places = [b * x.shape[dim + 1] + i for b, row in enumerate(columns) for i in row]
+    chosen = x.flatten(dim, dim + 1).index_select(
+        dim, torch.tensor(places, dtype=torch.int64, device=x.device)
+    )
+    return chosen.unflatten(dim, (len(columns), len(columns[0])))
 
 
 def _first(x: Tensor, n: int, dim: int) -> Tensor:

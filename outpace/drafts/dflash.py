@@ -3,9 +3,10 @@
 With the optional parts of `dflash_heads.py` it is a DFlash 2, or has DSpark's heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,18 @@ from outpace.drafts.dflash_decode import (
 )
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
-from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy, in_one_call
+from outpace.drafts.dflash_native import (
+    NativeBlock,
+    NativeCandidates,
+    NativeChain,
+    NativeContext,
+    NativeTree,
+    Parts,
+    in_one_call,
+)
 from outpace.drafts.native import NativeDraft, address, native, program_key, program_of
 from outpace.drafts.rows import CacheRows
-from outpace.drafts.sampler import DraftSampler, Greedy
+from outpace.drafts.sampler import DraftSampler, coupling
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW, StepMetadata
@@ -37,6 +46,7 @@ from outpace.ops.attention import attend_view
 from outpace.ops.quant import Quant
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
+Chosen = TypeVar("Chosen", bound=NativeCandidates)
 REST = 32  # verified tokens of a rest, at most: one native call takes them, or FEW of a prompt
 
 
@@ -234,9 +244,9 @@ class DFlashSession(CacheRows):
         return program_of(draft.native_programs, NativeContext, parts, cache.offset, cache.batch, T)
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
-        greedy = self._native_greedy(width) if isinstance(sampler, Greedy) else None
-        if greedy is not None:
-            return self._on_host(greedy, last, width)
+        proposal = self._in_one_call(last, width, sampler)
+        if proposal is not None:
+            return proposal
         hidden = self.block_hidden(last, width)[:, 1:width]
         result = self.draft.guess(self.head, hidden, last, sampler)
         q = None if result.q is None else torch.nn.functional.pad(result.q, (0, 0, 1, 0))
@@ -247,14 +257,28 @@ class DFlashSession(CacheRows):
             survival=survival(result.sure, self.draft.config.temperatures),
         )
 
-    def _on_host(self, greedy: NativeGreedy, last: Tensor, width: int) -> Proposal:
-        """Tensors of a dozen numbers would take as long as the draft's layers."""
-        step = self.cache.begin(greedy.block.T, both_ways=True)
-        roots = last.tolist()
-        tokens, sure = greedy.run(roots, step, self.cache)
+    def _in_one_call(self, last: Tensor, width: int, sampler: DraftSampler) -> HostProposal | None:
+        """On the host: tensors of a dozen numbers would take as long as the draft's layers. None where no
+        program chooses so."""
+        selector = self.draft.candidate_selector
+        choice = coupling(sampler, len(last), width - 1) if self.in_one_piece else None
+        if choice is None or (choice[1] is not None and selector is None):
+            return None
+        program = self._native_program(NativeChain, width, selector.top_k if selector else 1)
+        if program is None:
+            return None
+        step, roots = self.cache.begin(program.block.T, both_ways=True), last.tolist()
+        tokens, sure = program.run(roots, *choice, step, self.cache)
         rows = [[root, *row] for root, row in zip(roots, tokens, strict=True)]
         stated = [host_survival(row, self.draft.config.temperatures) for row in sure]
         return HostProposal(rows, [width] * len(rows), None, stated, last.device)
+
+    def tree(self, last: Tensor, width: int, nodes: int, branch: int) -> HostProposal | None:
+        program = self._native_program(NativeTree, width, branch, nodes)
+        if program is None:
+            return None
+        step = self.cache.begin(program.block.T, both_ways=True)
+        return program.run(last.tolist(), step, self.cache)
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, BigramBias | None]:
         """last [B] -> logits [B, width - 1, N] of `vocab`, 1 .. width - 1 tokens after it (width <=
@@ -302,27 +326,33 @@ class DFlashSession(CacheRows):
         parts = draft.config, self.layers, draft.norm, draft.inv
         return program_of(draft.native_programs, NativeBlock, parts, cache.offset, cache.batch, T)
 
-    def _native_greedy(self, width: int) -> NativeGreedy | None:
+    def _native_program(self, kind: Callable[..., Chosen], width: int, k: int, *size: int) -> Chosen | None:
         """The program that is kept, at first sight: to ask again whether there may be one takes as long as a
         layer of a small draft."""
         draft = self.draft
+        if not self.in_one_piece:
+            return None
         T = width if draft.config.one_way else draft.block_size
-        theirs = address(self.target.embed_tokens.weight), address(self.head.weight)
-        foreign = *theirs, self.cache.offset, self.cache.batch, T
-        kept = draft.native_programs.get(program_key(NativeGreedy, width, foreign=foreign))
-        return kept or self._make_greedy(width, T, foreign)
+        weights = self.target.embed_tokens.weight, self.head.weight
+        foreign = (*map(address, weights), self.cache.offset, self.cache.batch, T)
+        kept: Any = draft.native_programs.get(program_key(kind, width, k, *size, foreign=foreign))
+        if kept is not None:
+            return kept
+        parts = self._parts(T, k)
+        if parts is None:
+            return None
+        return program_of(draft.native_programs, kind, (parts,), width, k, *size, foreign=foreign)
 
-    def _make_greedy(self, width: int, T: int, foreign: tuple[int, ...]) -> NativeGreedy | None:
+    def _parts(self, T: int, k: int) -> Parts | None:
         """None where draft tokens are chosen in another way than by the most probable ones or a selector."""
-        draft, head = self.draft, self.head
+        draft, head, selector = self.draft, self.head, self.draft.candidate_selector
         if draft.markov_head is not None or draft.confidence_head is not None or not self._native(T):
             return None
-        if not in_one_call(head, draft.candidate_selector):
+        if not in_one_call(head, selector, k):
             return None
         masked = draft.config.mask_token_id if draft.mask_embedding is None else draft.mask_embedding[None]
-        embedding = self.target.embed_tokens.weight
-        parts = self._native_block(T), embedding, masked, head, draft.candidate_selector
-        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=foreign)
+        assert masked is not None
+        return Parts(self._native_block(T), self.target.embed_tokens.weight, masked, head, selector)
 
 
 Shape = tuple[int, ...]

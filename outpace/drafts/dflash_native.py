@@ -7,10 +7,12 @@ the bit, over static buffers, for one size of batch and block.
 import ctypes
 from collections.abc import Sequence
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outpace.drafts.base import HostProposal
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import Head
 from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv, Selector
@@ -115,22 +117,24 @@ class NativeBlock:
         self._rows[:] = step.cache_rows or range(len(step.start))
 
 
-class NativeGreedy:
-    """`width` - 1 greedy draft tokens of each of B blocks of T rows, from the anchors on. `masked`: the
-    embedding of MASK [1,C], or its token."""
+class Parts(NamedTuple):
+    """What draft tokens come from. `masked`: the embedding of MASK [1,C], or its token."""
 
-    def __init__(
-        self,
-        block: NativeBlock,
-        embedding: Weight,
-        masked: Tensor | int,
-        head: Head,
-        selector: Selector | None,
-        width: int,
-    ) -> None:
+    block: NativeBlock
+    embedding: Weight
+    masked: Tensor | int
+    head: Head
+    selector: Selector | None
+
+
+class NativeCandidates:
+    """The `k` most probable tokens of each of `width` - 1 places of B blocks of T rows, and their logits."""
+
+    def __init__(self, parts: Parts, width: int, k: int) -> None:
+        block, embedding, masked, head, selector = parts
         B, T, C = block.hidden.shape
         n, N = width - 1, head.weight.shape[0]
-        k = 1 if selector is None else min(selector.top_k, N)
+        k = min(k, N)
         self.block, self.lock, self.program = block, Lock(), Program(head.rounded)
         self.last = torch.zeros(B, dtype=torch.int64)
         self.tokens = torch.full((B, T), masked if isinstance(masked, int) else 0)
@@ -143,17 +147,20 @@ class NativeGreedy:
             for states, packed in zip(block.hidden, hidden.view(B, n, C), strict=True):
                 self.program.copy(states[1:width], packed)
         logits, rows = torch.empty(B * n, N), torch.empty(B * n, k, dtype=torch.int64)
-        self.values, self.lse = torch.empty(B * n, k), torch.empty(B * n)
+        values, lse = torch.empty(B * n, k), torch.empty(B * n)
         self.program.linear(hidden, whole(head.weight), None, logits)
-        self.program.top(logits, rows, self.values, self.lse)
+        self.program.top(logits, rows, values, lse)
         ids = rows
         if head.ids is not None:
             ids = torch.empty_like(rows)
             self.program.gather(head.ids, rows.view(-1), ids.view(-1))
-        self.chosen = ids.view(B, n, k)[..., 0]
-        self.sure: Tensor | None = None
+        self.candidates = ids.view(B, n, k), values.view(B, n, k), lse.view(B, n)
+        self.books: tuple[Tensor, Tensor, Tensor] | None = None
         if selector is not None:
-            self.chosen, self.sure = self._walk(selector, hidden, ids.view(B, n, k))
+            project = selector.hidden_projection
+            h = torch.empty(B, n, project.weight.shape[0])
+            self.program.linear(hidden, whole(project.weight), project.bias, h.view(B * n, -1))
+            self.books = h, selector.predecessor_codebook, selector.successor_codebook
 
     def _embed(self, embedding: Weight, masked: Tensor | int) -> None:
         x, outside = self.block.x, ctypes.c_int64()  # an anchor was chosen from the vocabulary
@@ -164,38 +171,79 @@ class NativeGreedy:
             self.program.embed(tokens[:1], whole(embedding), of_block[:1], outside)
             self.program.embed(torch.zeros_like(tokens[1:]), masked, of_block[1:], outside)
 
-    def _walk(self, selector: Selector, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """DFlash 2's."""
-        B, n, k = ids.shape
-        project = selector.hidden_projection
-        h = torch.empty(B, n, project.weight.shape[0])
-        self.program.linear(hidden, whole(project.weight), project.bias, h.view(B * n, -1))
-        books = selector.predecessor_codebook, selector.successor_codebook
-        chosen, sure = torch.empty(B, n, dtype=torch.int64), torch.empty(B, n)
-        candidates = ids, self.values.view(B, n, k), self.lse.view(B, n)
-        self.program.walk((self.last, *candidates, h, *books), chosen, sure)
-        return chosen, sure
+    def _run(self, last: list[int], step: StepMetadata, cache: KVCache) -> None:
+        self.block.point_to(step, cache)
+        self._last[:] = self._anchors[:] = last
+        self.program.run()
+
+
+class NativeChain(NativeCandidates):
+    """`width` - 1 draft tokens of each block: the most probable of each place, or, where there is a selector
+    (DFlash 2), each after the one before it, perhaps with the noise of its place."""
+
+    def __init__(self, parts: Parts, width: int, k: int) -> None:
+        super().__init__(parts, width, k)
+        ids, self.values, self.lse = self.candidates
+        self.chosen = ids[..., 0]
+        self.sure: Tensor | None = None
+        self.keys, self.temperatures = (
+            torch.zeros(self.chosen.shape, dtype=torch.int64),
+            torch.zeros(len(ids)),
+        )
+        self._temperatures = self.temperatures.numpy()
+        if self.books is not None:
+            self.chosen, self.sure = (
+                torch.empty(self.keys.shape, dtype=torch.int64),
+                torch.empty(self.lse.shape),
+            )
+            inputs, noise = (self.last, *self.candidates, *self.books), (self.keys, self.temperatures)
+            self.program.walk(inputs, self.chosen, self.sure, noise)
 
     def run(
-        self, last: list[int], step: StepMetadata, cache: KVCache
+        self,
+        last: list[int],
+        temperatures: list[float],
+        keys: Tensor | None,
+        step: StepMetadata,
+        cache: KVCache,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """After the tokens `last` of B rows: `DraftTokens.tokens` and `sure`, on the host."""
+        """After the tokens `last` of B rows, `temperatures` and `keys` as of `sampler.coupling`: the tokens
+        and `sure` of `DraftTokens`, on the host."""
         with self.lock, self.block.lock:
-            self.block.point_to(step, cache)
-            self._last[:] = self._anchors[:] = last
-            self.program.run()
-            if self.sure is not None:
-                return self.chosen.tolist(), self.sure.tolist()
-            sure = (self.values[:, 0] - self.lse).exp()
-            return self.chosen.tolist(), sure.view(self.chosen.shape).tolist()
+            self._temperatures[:] = temperatures
+            if keys is not None:
+                assert self.sure is not None, "without a selector there is no noise"
+                self.keys.copy_(keys)
+            self._run(last, step, cache)
+            sure = (self.values[..., 0] - self.lse).exp() if self.sure is None else self.sure
+            return self.chosen.tolist(), sure.tolist()
 
 
-def in_one_call(head: Head, selector: Selector | None) -> bool:
-    """Whether `NativeGreedy` takes these."""
-    if selector is None:
-        return True
-    k = min(selector.top_k, head.weight.shape[0])
-    return walkable(k, selector.predecessor_codebook, selector.successor_codebook)
+class NativeTree(NativeCandidates):
+    """`drafts.tree.best_first` of the `branch` most probable tokens of each place."""
+
+    def __init__(self, parts: Parts, width: int, branch: int, nodes: int) -> None:
+        super().__init__(parts, width, branch)
+        B = len(self.last)
+        self.positions, self.parents = (torch.empty(B, nodes, dtype=torch.int64) for _ in range(2))
+        self.counts, self.reach = torch.empty(B, dtype=torch.int64), torch.empty(B, nodes)
+        tree = self.positions, self.parents, self.counts, self.reach
+        self.program.paths((self.last, *self.candidates), self.books, *tree)
+
+    def run(self, last: list[int], step: StepMetadata, cache: KVCache) -> HostProposal:
+        """After the tokens `last` of B rows."""
+        with self.lock, self.block.lock:
+            self._run(last, step, cache)
+            counts: list[int] = self.counts.tolist()
+            tree = (part[:, : max(counts)].tolist() for part in (self.positions, self.parents, self.reach))
+            tokens, parents, reach = tree
+            return HostProposal(tokens, counts, parents, reach, torch.device("cpu"))
+
+
+def in_one_call(head: Head, selector: Selector | None, k: int) -> bool:
+    """Whether programs take k candidates of each place."""
+    books = () if selector is None else (selector.predecessor_codebook, selector.successor_codebook)
+    return walkable(min(k, head.weight.shape[0]), *books)
 
 
 class NativeContext:

@@ -139,3 +139,22 @@ class RowSamplers:
     def temperature(self) -> Tensor:
         """[B, 1, 1, 1]."""
         return torch.tensor([s.temperature for s in self.samplers])[:, None, None, None]
+
+
+def coupling(sampler: DraftSampler, rows: int, n: int) -> tuple[list[float], Tensor | None] | None:
+    """How each row's next n draft tokens are chosen: its temperature, 0 for the most probable ones, and the
+    keys of the noise [rows, n] int64, None where no row has any. None where some are chosen otherwise."""
+    if isinstance(sampler, Greedy):
+        return [0.0] * rows, None
+    if isinstance(sampler, GumbelCoupled) and sampler.sampling.is_softmax:
+        return [sampler.temperature] * rows, sampler.keys(n)
+    if not isinstance(sampler, RowSamplers):
+        return None
+    temperatures, parts = list[float](), list[Tensor]()
+    for own in sampler.samplers:
+        row = coupling(own, 1, n)
+        if row is None:
+            return None
+        temperatures += row[0]
+        parts.append(torch.zeros(1, n, dtype=torch.int64) if row[1] is None else row[1])
+    return temperatures, torch.cat(parts)

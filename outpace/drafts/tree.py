@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.base import Draft, HostProposal, Proposal, RowsSession
-from outpace.drafts.sampler import DraftSampler
+from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.tree import Tree
 from outpace.ops.candidates import top_k
@@ -280,6 +280,10 @@ class BlockSession(RowsSession, Protocol):
         each other; and what a token adds to the logits of the next one, if the draft has such a part."""
         ...
 
+    def tree(self, last: Tensor, width: int, nodes: int, branch: int) -> HostProposal | None:
+        """`best_first` of these logits, in one native call where there is one."""
+        ...
+
 
 class BlockDraft(Draft, Protocol):
     def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> BlockSession: ...
@@ -325,7 +329,12 @@ class DDTreeSession:
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """Positions in descending order of survival: the first n of them are the best tree of n."""
-        logits, pairs = self.session.block(last, min(width, self.block))
+        deep = min(width, self.block)
+        if sampler == Greedy():
+            tree = self.session.tree(last, deep, width, self.branch)
+            if tree is not None:
+                return tree
+        logits, pairs = self.session.block(last, deep)
         vocab, sharper = self.session.vocab, 1 / sampler.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
         return best_first(last, vocab.scores(sampler, logits, 1), width, self.branch, added, vocab)

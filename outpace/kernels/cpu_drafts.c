@@ -88,36 +88,88 @@ void top(const Top *o) {
     each_row(o->M, top_row, o, team((double)o->M * o->N, 65536, o->threads));
 }
 
-// ---- of each position's k candidates, the one with the largest score values + <A[the one before] * h, B[candidate]>; with keys [M, n] the one with the
-// largest score / temperature + noise, a function of the position's key and the candidate
-typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; const int64_t *keys;
-                 int64_t M, n, k, r; double temperature; int64_t threads; } Walk;
+// ---- of each position's k candidates, the one with the largest score values + <A[the one before] * h, B[candidate]>; of rows with a temperature [M]
+// other than 0 the one with the largest score / temperature + noise, a function of the position's key, keys [M, n], and the candidate
+typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; const int64_t *keys; floats temperature;
+                 int64_t M, n, k, r, threads; } Walk;
+typedef struct { any A, B; int64_t kind, k, r; } Books;
+// -> of the k candidates that `ids` names, with logits `values`, s after `previous`, and the log-sum-exp of the whole row: what is no candidate keeps its
+// own logit. The best of them, the first among equals.
+static long pair_scores(Books o, int64_t previous, const int64_t *ids, floats values, float lse, floats h, float *s, float *whole) {
+    long best = 0;
+    for (long c = 0; c < o.k; c++) {
+        vf along = {0};
+        for (long j = 0; j < o.r; j += W)
+            along += fetch(o.A, o.kind, previous * o.r + j, o.r - j) * part(h + j, o.r - j) * fetch(o.B, o.kind, ids[c] * o.r + j, o.r - j);
+        s[c] = values[c] + sum(along);
+        if (s[c] > s[best]) best = c;
+    }
+    float high = MAX(s[best], lse), rest = expf(lse - high), mass = 0;
+    for (long c = 0; c < o.k; c++) mass += expf(s[c] - high), rest -= expf(values[c] - high);
+    whole[0] = high, whole[1] = mass + MAX(rest, 0.0f);
+    return best;
+}
 static void walk_row(const void *with, long m) {
     const Walk *o = with;
     int64_t previous = o->last[m];
-    float s[64], temperature = o->temperature;
+    float s[64], whole[2], temperature = o->temperature ? o->temperature[m] : 0;
     for (long i = m * o->n; i < (m + 1) * o->n; i++) {
-        long best = 0, chosen = 0;
-        for (long c = 0; c < o->k; c++) {
-            vf along = {0};
-            for (long j = 0; j < o->r; j += W)
-                along += fetch(o->A, o->kind, previous * o->r + j, o->r - j) * part(o->h + i * o->r + j, o->r - j)
-                    * fetch(o->B, o->kind, o->ids[i * o->k + c] * o->r + j, o->r - j);
-            s[c] = o->values[i * o->k + c] + sum(along);
-            if (s[c] > s[best]) best = c;
-        }
-        // of the whole row: what is no candidate keeps its own logit
-        float high = MAX(s[best], o->lse[i]), rest = expf(o->lse[i] - high), mass = 0;
-        for (long c = 0; c < o->k; c++) mass += expf(s[c] - high), rest -= expf(o->values[i * o->k + c] - high);
-        o->sure[i] = expf(s[best] - high) / (mass + MAX(rest, 0.0f));
-        for (long c = 0; c < o->k && o->keys; c++) {
-            vu token = {(uint32_t)o->ids[i * o->k + c]};
+        const int64_t *ids = o->ids + i * o->k;
+        long chosen = 0, best = pair_scores((Books){o->A, o->B, o->kind, o->k, o->r}, previous, ids, o->values + i * o->k, o->lse[i], o->h + i * o->r, s, whole);
+        o->sure[i] = expf(s[best] - whole[0]) / whole[1];
+        for (long c = 0; c < o->k && temperature; c++) {
+            vu token = {(uint32_t)ids[c]};
             s[c] = s[c] / temperature + gumbel(token, o->keys[i], (uint64_t)o->keys[i] >> 32)[0];
             if (s[c] > s[chosen]) chosen = c;
         }
-        o->out[i] = previous = o->ids[i * o->k + (o->keys ? chosen : best)];
+        o->out[i] = previous = ids[temperature ? chosen : best];
     }
 }
 void walk(const Walk *o) {
     each_row(o->M, walk_row, o, team((double)o->M * o->n * o->k * o->r, 262144, o->threads));
+}
+
+// ---- the `nodes` most probable paths from `last` through candidates of place after place (`drafts/tree.py: best_first`), their ends as positions of a tree.
+// Without A a candidate's score is its logit. reach: how likely a path is; NaN at the root where a score is none. Past counts padding, its own parent.
+typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *tokens, *parents, *counts; float *reach;
+                 int64_t M, n, k, r, nodes, threads; } Paths;
+typedef struct { const Paths *o; float *followers; int64_t *which; } Growing;
+// the log-probabilities of the candidates at place i after `previous`, falling, and what they are; -> whether they are numbers
+static int follow(const Paths *o, long i, int64_t previous, float *f, int64_t *which) {
+    const int64_t *ids = o->ids + i * o->k;
+    floats values = o->values + i * o->k;
+    float s[64], whole[2] = {o->lse[i], 1};
+    if (o->A) pair_scores((Books){o->A, o->B, o->kind, o->k, o->r}, previous, ids, values, o->lse[i], o->h + i * o->r, s, whole);
+    else memcpy(s, values, o->k * sizeof(float));
+    float over = whole[0] + logf(whole[1]);
+    for (long c = 0, count = 0; c < o->k; c++) count = insert(f, which, count, o->k, MIN(s[c] - over, 0.0f), ids[c]);
+    return fabsf(over) < INFINITY;
+}
+static void grow_row(const void *with, long m) {
+    const Paths *o = ((const Growing *)with)->o;
+    long nodes = o->nodes, k = o->k, first = m * nodes, count = 1;
+    float *f = ((const Growing *)with)->followers + first * k, *reach = o->reach + first;
+    int64_t *which = ((const Growing *)with)->which + first * k, *tokens = o->tokens + first, *parents = o->parents + first;
+    double at[nodes];                       // the sum of a node's path
+    long depth[nodes], next[nodes], sound;  // next: of its followers the one to be taken
+    tokens[0] = o->last[m], parents[0] = depth[0] = next[0] = 0, at[0] = 0;
+    sound = follow(o, m * o->n, tokens[0], f, which);
+    while (count < nodes) {
+        long parent = 0;
+        double best = -INFINITY;
+        for (long j = 0; j < count; j++) if (next[j] < k && at[j] + f[j * k + next[j]] > best) parent = j, best = at[j] + f[j * k + next[j]];
+        if (best == -INFINITY) break;
+        long from = parent * k + next[parent]++, node = count++;
+        tokens[node] = which[from], parents[node] = parent, at[node] = best, depth[node] = depth[parent] + 1, next[node] = depth[node] < o->n ? 0 : k;
+        if (!next[node]) sound &= follow(o, m * o->n + depth[node], tokens[node], f + node * k, which + node * k);
+    }
+    for (long j = 0; j < nodes; j++) reach[j] = j < count ? expf(at[j]) : 0;
+    for (long j = count; j < nodes; j++) tokens[j] = 0, parents[j] = j;
+    if (!sound) reach[0] = NAN;
+    o->counts[m] = count;
+}
+void paths(const Paths *o) {
+    long size = o->M * o->nodes * o->k;
+    int64_t *which = (int64_t *)scratch(3 * size);
+    each_row(o->M, grow_row, &(Growing){o, (float *)(which + size), which}, team((double)o->M * o->nodes * o->k * o->r, 262144, o->threads));
 }

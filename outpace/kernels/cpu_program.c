@@ -23,6 +23,7 @@ void run(const Program *p) {
         case 16: gather(c->with); break;
         case 17: top(c->with); break;
         case 18: walk(c->with); break;
+        case 19: paths(c->with); break;
     }
     if ((lost = cores_lost() - before) > 0 && now() > pool.alone_until) step_back(now(), lost * SLICE);
 }

@@ -12,33 +12,51 @@ MOST_TAPS = 16
 MOST_CONTEXTS, MOST_SAMPLES, MOST_RECENT, MOST_BRANCH = 8, 64, 16, 16
 
 
-def walk(
-    inputs: tuple[Tensor, ...], keys: Tensor | None = None, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+Noise = tuple[Tensor, Tensor]  # keys [M, n] int64 and temperatures [M], 0 for a row without noise
+
+
+def walk(inputs: tuple[Tensor, ...], noise: Noise | None = None) -> tuple[Tensor, Tensor]:
     """inputs: last [M] int64, candidates ids [M, n, k] int64 with their logits [M, n, k], rows' log-sum-exp
     [M, n], h [M, n, r] float32, codebooks before and after [V, r] -> the chosen ids [M, n] int64, and the
-    probability of each place's best [M, n]. With keys [M, n] int64 chosen by noise at that temperature."""
+    probability of each place's best [M, n]."""
     m, n, _ = inputs[1].shape
     out, confidence = _empty(m, n, dtype=torch.int64), _empty(m, n)
-    _c.walk(pack_walk(inputs, out, confidence, keys, temperature))
+    _c.walk(pack_walk(inputs, out, confidence, noise))
     return out, confidence
 
 
-def pack_walk(
-    inputs: tuple[Tensor, ...],
-    out: Tensor,
-    confidence: Tensor,
-    keys: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Any:
+def pack_walk(inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor, noise: Noise | None = None) -> Any:
     """`inputs`: those of `walk`."""
     _, ids, _, _, h, before, after = inputs
-    assert keys is None or (keys.is_contiguous() and keys.dtype == torch.int64 and keys.shape == out.shape)
+    keys, temperature = noise or (None, None)
+    if keys is not None and temperature is not None:
+        assert keys.is_contiguous() and keys.dtype == torch.int64 and keys.shape == out.shape
+        assert temperature.is_contiguous() and temperature.dtype == torch.float32
     (m, n, k), r = ids.shape, h.shape[-1]
     assert all(t.is_contiguous() for t in inputs) and before.dtype == after.dtype and k <= MOST_CANDIDATES
     given = *(t.data_ptr() for t in inputs), KIND[before.dtype]
-    outputs = out.data_ptr(), confidence.data_ptr(), _address(keys)
-    return _c.Walk(*given, *outputs, m, n, k, r, temperature, _threads())
+    outputs = out.data_ptr(), confidence.data_ptr(), _address(keys), _address(temperature)
+    return _c.Walk(*given, *outputs, m, n, k, r, _threads())
+
+
+def pack_paths(
+    inputs: tuple[Tensor, ...],
+    books: tuple[Tensor, Tensor, Tensor] | None,
+    tokens: Tensor,
+    parents: Tensor,
+    counts: Tensor,
+    reach: Tensor,
+) -> Any:
+    """inputs: last [M] int64, candidates ids [M, n, k] int64 with their logits [M, n, k], falling, and rows'
+    log-sum-exp [M, n]; books: h [M, n, r] float32 and codebooks before and after [V, r] -> tokens, parents
+    [M, nodes] int64, counts [M] int64 and reach [M, nodes]."""
+    (m, n, k), nodes, h = inputs[1].shape, tokens.shape[1], books and books[0]
+    outputs = tokens, parents, counts, reach
+    assert all(t.is_contiguous() for t in (*inputs, *(books or ()), *outputs)) and k <= MOST_CANDIDATES
+    assert books is None or books[1].dtype == books[2].dtype
+    given = *(t.data_ptr() for t in inputs), *map(_address, books or (None, None, None))
+    kind, r = (0, 0) if books is None or h is None else (KIND[books[1].dtype], h.shape[-1])
+    return _c.Paths(*given, kind, *(t.data_ptr() for t in outputs), m, n, k, r, nodes, _threads())
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:

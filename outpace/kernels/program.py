@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outpace.kernels import bindings
 from outpace.kernels.bindings import KIND, HeadNorms, Matrix, _address, _c, _matrix
-from outpace.kernels.draft_bindings import pack_conv, pack_walk
+from outpace.kernels.draft_bindings import Noise, pack_conv, pack_paths, pack_walk
 from outpace.kernels.layouts import cases, sources
 
 
@@ -133,9 +133,15 @@ class Program:
         """x [M, N] -> ids and values [M, k] and lse [M]."""
         self.call("top", bindings.pack_top(x, ids, values, lse), x, ids, values, lse)
 
-    def walk(self, inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor) -> None:
+    def walk(self, inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor, noise: Noise) -> None:
         """`inputs`: those of `draft_bindings.walk` -> out and confidence [M, n]."""
-        self.call("walk", pack_walk(inputs, out, confidence), inputs, out, confidence)
+        self.call("walk", pack_walk(inputs, out, confidence, noise), inputs, out, confidence, noise)
+
+    def paths(
+        self, inputs: tuple[Tensor, ...], books: tuple[Tensor, Tensor, Tensor] | None, *tree: Tensor
+    ) -> None:
+        """See `draft_bindings.pack_paths`; `tree`: tokens, parents, counts, reach."""
+        self.call("paths", pack_paths(inputs, books, *tree), inputs, books, *tree)
 
     def gather(self, x: Tensor, index: Tensor, y: Tensor) -> None:
         """x [N], index [M] and y [M] int64: y = x[index]."""

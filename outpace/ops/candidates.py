@@ -24,9 +24,9 @@ def reference_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids[..., :k], values[..., :k], logits.logsumexp(-1)
 
 
-def walkable(k: int, before: Tensor, after: Tensor) -> bool:
-    """Whether the kernel walks over k candidates of each position and these codebooks."""
-    return k <= bindings.MOST_CANDIDATES and before.dtype == after.dtype
+def walkable(k: int, *books: Tensor) -> bool:
+    """Whether the kernels take k candidates of each position, and these codebooks."""
+    return k <= bindings.MOST_CANDIDATES and len({book.dtype for book in books}) <= 1
 
 
 def by_kernel(h: Tensor, ids: Tensor, before: Tensor, after: Tensor) -> bool:
@@ -46,7 +46,7 @@ def coupled_walk(
     """As `walk`, where `by_kernel`: of each position's candidates the one with the largest
     score / temperature + noise, which is of the position's key, keys [B, n] int64, and the token."""
     inputs = tuple(t.contiguous() for t in (last, ids, values, lse, h, *books))
-    return draft_bindings.walk(inputs, keys.contiguous(), temperature)
+    return draft_bindings.walk(inputs, (keys.contiguous(), torch.full((len(last),), temperature)))
 
 
 def walk(

@@ -9,9 +9,12 @@ import torch
 from test_dflash import VARIANTS
 from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, WORDS, drafted
 
-from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy
+from outpace.drafts.base import HostProposal
+from outpace.drafts.dflash_native import NativeBlock, NativeChain, NativeContext, NativeTree
 from outpace.drafts.quantize import quantised
-from outpace.drafts.sampler import Greedy
+from outpace.drafts.sampler import Greedy, GumbelCoupled, RowSamplers
+from outpace.drafts.tree import best_first
+from outpace.ops.sampling import Sampling
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -56,7 +59,7 @@ def test_rounds_are_the_modules(name):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
     in_one = draft.markov_head is None and draft.confidence_head is None
     kinds = {type(program) for program in draft.native_programs.values()}
-    assert kinds == {NativeBlock, NativeContext} | ({NativeGreedy} if in_one else set())
+    assert kinds == {NativeBlock, NativeContext} | ({NativeChain} if in_one else set())
 
 
 @torch.inference_mode()
@@ -108,7 +111,7 @@ def test_stored_weights_of_other_kinds(stored):
     one, other = (session.propose(last, 4, Greedy()) for session in (fast, plain))
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
     kinds = {type(program) for program in draft.native_programs.values()}
-    assert kinds == {NativeBlock, NativeContext, NativeGreedy}
+    assert kinds == {NativeBlock, NativeContext, NativeChain}
 
 
 @torch.inference_mode()
@@ -175,3 +178,84 @@ def test_a_draft_that_learns_goes_on_with_what_it_has_learnt():
         before.append(one.survival)
         for weight in draft.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(before)))
+
+
+def with_noise(rows, temperature=3.0, **cuts):
+    streams, places = torch.arange(rows) + 5, torch.arange(rows) * 7
+    return GumbelCoupled(Sampling(temperature=temperature, **cuts), 2**40 + 9, streams, places)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["selector", "DFlash 2", "draft vocabulary"])
+def test_tokens_with_noise_are_the_modules(name):
+    how = SELECTOR | WORDS if name == "draft vocabulary" else PARTS[name]
+    target, draft = tiny.target("gpt_oss"), drafted(**{"head_dim": 8} | how)
+    fast, plain = sessions(draft, target, 3)
+    text = tiny.tokens(3, 6)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for session in (fast, plain):
+        session.observe(text, aux, [6, 4, 5])
+    last, greedy = tiny.tokens(3, seed=1), fast.propose(tiny.tokens(3, seed=1), 4, Greedy()).tokens
+    mixed = RowSamplers((with_noise(1), Greedy(), with_noise(1, 40.0)))
+    seen = []
+    for sampler in (with_noise(3), mixed, with_noise(3, 0.2), Greedy()):
+        one, other = (session.propose(last, 4, sampler) for session in (fast, plain))
+        assert isinstance(one, HostProposal) and not isinstance(other, HostProposal)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
+        seen.append(one.tokens)
+    assert not torch.equal(seen[0], greedy) and torch.equal(seen[3], greedy)  # none of it is left behind
+    assert torch.equal(seen[1][1], greedy[1]) and not torch.equal(seen[1][2], greedy[2])
+    # cuts look at the whole row
+    assert not isinstance(fast.propose(last, 4, with_noise(3, top_k=2)), HostProposal)
+
+
+@torch.inference_mode()
+def test_without_a_selector_noise_is_added_by_the_modules():
+    target, draft = tiny.target("gpt_oss"), drafted(**MASKED, head_dim=8)
+    session = sessions(draft, target, 2)[0]
+    assert not isinstance(session.propose(tiny.tokens(2, seed=1), 4, with_noise(2)), HostProposal)
+
+
+def grown(session, last, width, nodes, branch):
+    """From the scores that the modules give."""
+    logits, pairs = session.block(last, width)
+    scores = session.vocab.scores(Greedy(), logits, 1)
+    return best_first(last, scores, nodes, branch, pairs, session.vocab)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_trees_are_those_of_the_scores(name, rows):
+    target, draft = tiny.target("gpt_oss"), drafted(**{"head_dim": 8} | CASES[name])
+    fast, plain = sessions(draft, target, rows)
+    text = tiny.tokens(rows, 6)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for session in (fast, plain):
+        session.observe(text, aux, [6, 4, 5][:rows])
+    in_one = draft.markov_head is None and draft.confidence_head is None
+    block = draft.block_size
+    # of the last two: more positions than there are paths, and no followers but one
+    for width, nodes, branch in ((block, 9, 4), (3, 17, 16), (2, 9, 3), (block, 7, 1)):
+        last = tiny.tokens(rows, seed=nodes)
+        one, other = fast.tree(last, width, nodes, branch), grown(plain, last, width, nodes, branch)
+        assert plain.tree(last, width, nodes, branch) is None
+        if not in_one:
+            assert one is None
+            continue
+        assert one.counts == other.counts and one.host_tokens == other.host_tokens
+        assert one.above == other.above
+        torch.testing.assert_close(one.survival, other.survival, atol=1e-6, rtol=1e-5)
+    kinds = {type(program) for program in draft.native_programs.values()}
+    assert (NativeTree in kinds) == in_one
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["plain", "selector"])
+def test_a_tree_from_scores_that_are_no_numbers_says_so(name):
+    how = SELECTOR if name == "selector" else VARIANTS["plain"]
+    target, draft = tiny.target("gpt_oss"), drafted(**{"head_dim": 8} | how)
+    last = tiny.tokens(1, seed=2)
+    assert sessions(draft, target, 1)[0].tree(last, 4, 9, 4).stated[0][0] == 1
+    draft.norm.weight[3] = torch.nan
+    assert torch.tensor(sessions(draft, target, 1)[0].tree(last, 4, 9, 4).stated[0][0]).isnan()

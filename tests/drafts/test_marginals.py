@@ -33,6 +33,9 @@ class Block:
         self.calls.append(("block", width))
         return self.message[:, : width - 1], None
 
+    def tree(self, last, width, nodes, branch):
+        return None  # there is no native call
+
     def observe(self, tokens, aux, counts):
         self.calls.append(("observe", tokens, aux, counts))
 

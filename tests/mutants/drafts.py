@@ -338,4 +338,27 @@ MUTANTS = [
         "gumbel(token, o->keys[m * o->n], (uint64_t)o->keys[m * o->n] >> 32)[0]",
         "tests/drafts/test_dflash_parts.py",
     ),
+    (
+        "a native tree that follows a token by candidates of its own place",
+        "outpace/kernels/cpu_drafts.c",
+        "sound &= follow(o, m * o->n + depth[node],",
+        "sound &= follow(o, m * o->n + depth[parent],",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a native tree of scores that are not normalised",
+        "outpace/kernels/cpu_drafts.c",
+        "MIN(s[c] - over, 0.0f)",
+        "MIN(s[c] - o->lse[i], 0.0f)",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a draft taken in many pieces that runs a program of another",
+        "outpace/drafts/dflash.py",
+        """        if not self.in_one_piece:
+            return None
+        T = width if""",
+        """        T = width if""",
+        "tests/drafts/test_dflash_native.py",
+    ),
 ]

@@ -313,7 +313,7 @@ def test_a_warm_up_builds_programs_and_leaves_no_trace():
     built = set(draft.draft.native_programs)
     assert not engine.running and not engine.waiting and engine.controller is controller and not taught
     kinds = {getattr(kind, "__name__", None) for kind, *_ in built}
-    assert kinds >= {"NativeBlock", "NativeGreedy", "NativeContext"}
+    assert kinds >= {"NativeBlock", "NativeChain", "NativeContext"}
     prompt, wanted = tiny.tokens(1, 12, seed=4)[0].tolist(), request(20)
     client = Client(prompt, wanted, draft=draft)
     engine.add(client.sequence)
