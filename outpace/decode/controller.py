@@ -33,6 +33,7 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
+PACE_FADE = 0.9  # weight that autoregressive steps leave to what earlier ones took
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
 
@@ -220,6 +221,7 @@ class Adaptive:
         self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
+        self.pace = 1.0  # seconds of autoregressive steps by the clock, over predicted ones
         self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
@@ -332,9 +334,10 @@ class Adaptive:
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
         self.account += self._plain * now.allowed
         if self._width == 1:
+            self.pace = PACE_FADE * self.pace + (1 - PACE_FADE) * seconds / expected
             return
         tokens, besides = now.resting(self._plain)
-        self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides)
+        self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides, self.pace)
         for row, n, positions in zip(self._rows, proposal.counts, path, strict=True):
             self.history.add(row, self._width, min(n, self.verified), positions)
 
@@ -389,9 +392,10 @@ class StepCosts:
         """Tokens of all rows and seconds of n autoregressive steps."""
         return n * self.rows, n * (self.step[1] + self.show)
 
-    def gained(self, tokens: int, seconds: float) -> float:
-        """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`."""
-        return PROBE_SHARE * seconds + self.step[1] * tokens / self.rows - seconds
+    def gained(self, tokens: int, seconds: float, pace: float = 1.0) -> float:
+        """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`, which take
+        `pace` times the predicted time."""
+        return PROBE_SHARE * seconds + pace * self.step[1] * tokens / self.rows - seconds
 
     @staticmethod
     def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":

@@ -191,8 +191,12 @@ class RowsSession(RewindableSession, Protocol):
         """Memory of all rows."""
         ...
 
-    def of(self, rows: Sequence[int]) -> AbstractContextManager[DraftSession]:
+    def of(self, rows: Sequence[int]) -> AbstractContextManager["RowsSession"]:
         """These rows as a session of their own; what it remembers of them is kept."""
+        ...
+
+    def flush(self) -> None:
+        """Remember all that was observed, but for a newest state that lacks its next token."""
         ...
 
     def reuse(self, source: int, row: int, count: int) -> None:

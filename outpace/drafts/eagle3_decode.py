@@ -176,6 +176,8 @@ class Eagle3Session(CacheRows):
 
     def flush(self) -> None:
         """Run every pair whose token is known; the newest state of each row stays pending."""
+        if not self.pending:
+            return
         states = joined(self.pending)
         assert states.aux is not None
         known = [count - 1 for count in states.counts]

@@ -29,6 +29,9 @@ class CacheRows:
         for row, n in zip(rows, own.cache.lengths, strict=True):
             lengths[row] = n
 
+    def flush(self) -> None:
+        """Nothing waits: what is observed is remembered at once."""
+
     def reuse(self, source: int, row: int, count: int) -> None:
         assert count <= self.cache.lengths[source]
         if source != row:

@@ -352,6 +352,9 @@ class DDTreeSession:
         with self.session.of(rows) as session:
             yield DDTreeSession(session, self.block, self.branch)
 
+    def flush(self) -> None:
+        self.session.flush()
+
     def reuse(self, source: int, row: int, count: int) -> None:
         self.session.reuse(source, row, count)
 

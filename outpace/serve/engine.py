@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition
 
 import torch
@@ -206,7 +207,7 @@ class Engine:
             if row != source:
                 self.cache.copy(source, row, reused)
             for draft in self.shared.values():
-                draft.begin(source, row, min(reused, draft.known(source)))
+                draft.begin(source, row, reused, draft is shared)
             self.running.append(sequence)
             try:
                 sequence.enter(row, reused, shared)
@@ -235,7 +236,7 @@ class Engine:
     def _leave(self, sequence: Sequence, error: Exception | None = None) -> None:
         self.running.remove(sequence)
         if sequence.shared is not None and not error:
-            sequence.shared.flush(sequence.row)
+            sequence.shared.leave(sequence.row)
         self.held[sequence.row] = [] if error else sequence.in_cache
         self.used[sequence.row] = sequence.times["ended"] = time.perf_counter()
         sequence.on_end(error)
@@ -252,9 +253,9 @@ class Engine:
         out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
         ended = []
         for b, (sequence, count) in enumerate(zip(some, counts, strict=True)):
-            if sequence.shared is not None:
-                aux = self._aux_of(sequence, out.aux, b, count)
-                sequence.shared.add(sequence.row, States(tokens[b : b + 1, :count], aux, [count]))
+            if sequence.shared is not None and out.aux is not None:
+                taken = partial(self._chunk_states, sequence, tokens, out.aux, b, count)
+                sequence.shared.add(sequence.row, count, taken, out.aux)
             sequence.cached += count
             if not sequence.prefilling:
                 ended.append((sequence, out.hidden[b, count - 1]))
@@ -294,10 +295,11 @@ class Engine:
             cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = lengths[b] + len(path)
-            if sequence.shared is not None:
-                own = self._aux_of(sequence, aux, b, proposal.counts[b])
-                states = accepted_states(row_of(proposal, b), own, [path])
-                sequence.shared.add(sequence.row, states)
+            if sequence.shared is not None and aux is not None:
+                taken = partial(self._step_states, sequence, proposal, aux, b, path)
+                if many is None:  # its memory has places for rejected draft tokens, too
+                    taken = partial(States, *taken())
+                sequence.shared.add(sequence.row, len(path), taken, aux)
         if drafting:
             self.controller.learn(proposal, paths, time.perf_counter() - began)
 
@@ -355,9 +357,20 @@ class Engine:
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
         return self.aux if any(s.shared is not None for s in some) else ()
 
-    def _aux_of(self, sequence: Sequence, aux: Tensor | None, b: int, count: int) -> Tensor:
+    def _chunk_states(self, sequence: Sequence, tokens: Tensor, aux: Tensor, b: int, count: int) -> States:
+        """Of the first `count` tokens in row b of a chunk of prompts."""
+        return States(tokens[b : b + 1, :count], self._aux_of(sequence, aux, b, count), [count])
+
+    def _step_states(
+        self, sequence: Sequence, proposal: Proposal, aux: Tensor, b: int, path: list[int]
+    ) -> States:
+        """Of the accepted path in row b of a step."""
+        own = self._aux_of(sequence, aux, b, proposal.counts[b])
+        return accepted_states(row_of(proposal, b), own, [path])
+
+    def _aux_of(self, sequence: Sequence, aux: Tensor, b: int, count: int) -> Tensor:
         """aux [n, B, T, C] of all drafts' layers -> [m, 1, count, C] of the layers that its own reads."""
         layers = () if sequence.draft is None else sequence.draft.target_layer_ids
-        assert aux is not None and layers
+        assert layers
         own = aux[:, b : b + 1, :count]
         return own if layers == self.aux else own[[self.aux.index(layer) for layer in layers]]

@@ -1,7 +1,8 @@
 """A draft that reads hidden states, for all sequences of an engine: one forward drafts for many."""
 
-from collections.abc import Sequence
-from typing import cast
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -9,49 +10,88 @@ from outpace.drafts.base import Draft, Proposal, RowsSession
 from outpace.drafts.deferred import MAX_PENDING, States, joined, stacked
 from outpace.drafts.sampler import DraftSampler, RowSamplers
 
+MOST_BYTES = 128 << 20  # of hidden states that rows without a sequence may keep
+
+
+class Pending(NamedTuple):
+    """Verified tokens of one row, as a function that takes them out of hidden states `aux` of a step, which
+    are of many rows."""
+
+    states: Callable[[], States]
+    aux: Tensor
+
 
 class SharedDraft:
-    """Row b of its session belongs to the sequence that has row b of the target's cache."""
+    """Row b of its session belongs to the sequence that has row b of the target's cache. What is verified
+    waits, as a function that takes it out of its step, until a proposal needs it: while nothing is drafted,
+    a step costs no more than without a draft."""
 
     def __init__(self, draft: Draft, rows: int, length: int) -> None:
         """`length`: tokens of a sequence, at most. Any beginning of a row can be reused."""
         session = draft.begin(rows, length, slack=length)
         assert hasattr(session, "reuse"), "a draft that reads hidden states has a session with rows"
         self.session = cast(RowsSession, session)
-        self.pending: list[list[States]] = [[] for _ in range(rows)]  # verified, and not observed yet
+        self.pending: list[list[Pending]] = [[] for _ in range(rows)]
+        self.unobserved = [0] * rows  # tokens of `pending`
+        self.left = dict[int, None]()  # rows without a sequence, with something pending
+        self.uses, self.held = Counter[int](), 0  # of each `aux` that is pending; bytes of all
 
     def known(self, row: int) -> int:
-        """How many tokens of the text in this row it remembers."""
-        return self.session.lengths[row]
+        """How many tokens of the text in this row it remembers, those included that it has yet to observe."""
+        return self.session.lengths[row] + self.unobserved[row]
 
-    def begin(self, source: int, row: int, reused: int) -> None:
-        """A sequence begins in `row`, like the one in row `source`."""
-        self.pending[row] = []
-        self.session.reuse(source, row, reused)
+    def begin(self, source: int, row: int, reused: int, wanted: bool) -> None:
+        """A sequence begins in `row`, like the one in row `source`. What was not observed yet is observed if
+        it is `wanted`, and else forgotten."""
+        if wanted and reused > self.session.lengths[source]:
+            self.flush(source)
+        self._taken(row)
+        self.left.pop(row, None)
+        self.session.reuse(source, row, min(reused, self.session.lengths[source]))
 
-    def add(self, row: int, states: States) -> None:
-        """Verified tokens of one row, observed with the next proposal, or when they are many."""
-        self.pending[row].append(states)
-        if sum(part.counts[0] for part in self.pending[row]) >= MAX_PENDING:
+    def add(self, row: int, count: int, states: Callable[[], States], aux: Tensor) -> None:
+        """The next `count` verified tokens of one row (see `Pending`), observed with the next proposal, or
+        when they are many."""
+        self.pending[row].append(Pending(states, aux))
+        self.unobserved[row] += count
+        self.held += 0 if self.uses[id(aux)] else aux.nbytes
+        self.uses[id(aux)] += 1
+        if self.unobserved[row] >= MAX_PENDING:
             self.flush(row)
 
+    def leave(self, row: int) -> None:
+        """The sequence in this row has ended. What is pending stays, for one that begins alike; of too much
+        the rows are observed that were left first."""
+        self.left[row] = None
+        while self.left and self.held > MOST_BYTES:
+            first = next(iter(self.left))
+            del self.left[first]
+            self.flush(first)
+
     def flush(self, row: int) -> None:
-        if self.pending[row]:
-            states = joined(self._taken(row))
+        states = self._taken(row)
+        if states is not None:
             with self.session.of([row]) as session:
-                session.observe(*states)
+                session.observe(*states())
+                session.flush()
 
     def propose(
         self, rows: Sequence[int], last: Tensor, width: int, samplers: Sequence[DraftSampler]
     ) -> Proposal:
         """last [B], the last verified token of each of these rows -> what may follow, in at most `width`
         positions."""
-        new = [joined(self._taken(row)) if self.pending[row] else None for row in rows]
+        taken = [self._taken(row) for row in rows]
         with self.session.of(rows) as session:
-            if any(states is not None for states in new):
-                session.observe(*stacked(new))
+            if any(taken):
+                session.observe(*stacked([None if states is None else states() for states in taken]))
             return session.propose(last, width, RowSamplers.of(samplers))
 
-    def _taken(self, row: int) -> list[States]:
-        states, self.pending[row] = self.pending[row], []
-        return states
+    def _taken(self, row: int) -> Callable[[], States] | None:
+        """What was pending in this row, and is no longer; None: nothing."""
+        pending, self.pending[row], self.unobserved[row] = self.pending[row], [], 0
+        for part in pending:
+            self.uses[id(part.aux)] -= 1
+            if not self.uses[id(part.aux)]:
+                del self.uses[id(part.aux)]
+                self.held -= part.aux.nbytes
+        return (lambda: joined([part.states() for part in pending])) if pending else None

@@ -47,7 +47,7 @@ class Text:
 
     def goes_on(self, shared, count):
         new = self.states(self.at, self.at + count)
-        shared.add(self.row, new)
+        shared.add(self.row, count, lambda: new, new.aux)
         self.alone.add(new)
         self.at += count
 
@@ -72,8 +72,8 @@ def test_each_has_the_proposals_that_it_has_alone(kind, name):
             text = tiny.tokens(1, LENGTH, seed=round_ * ROWS + row)[0]
             text[:30] = beginning
             source = rng.choice([row, *left]) if left else row
-            reused = min(shared.known(source), 29) if source in left and rng.random() < 0.7 else 0
-            shared.begin(source, row, reused)
+            reused = min(shared.known(source) - 1, 29) if source in left and rng.random() < 0.7 else 0
+            shared.begin(source, row, reused, wanted=True)
             reuses.append(reused)
             aux = target(text[None], aux=draft.target_layer_ids).aux[:, 0]
             sampler = Greedy()
@@ -93,11 +93,13 @@ def test_each_has_the_proposals_that_it_has_alone(kind, name):
             one = text.alone.propose(text.last, width, text.sampler)
             n = one.counts[0]
             assert got.counts[b] == n and got.above[b][:n] == one.above[0]
-            assert got.host_tokens[b][:n] == one.host_tokens[0] and got.stated[b][:n] == one.stated[0]
+            assert got.host_tokens[b][:n] == one.host_tokens[0]
+            # a tree for rows with noise is grown from the same logits in another way
+            assert got.stated[b][:n] == pytest.approx(one.stated[0], rel=1e-6 if kind == "tree" else 0)
             proposals += 1
         for text in list(running.values()):
             if text.at + 8 > LENGTH or rng.random() < 0.1:
-                shared.flush(text.row)
+                shared.leave(text.row)
                 left[text.row] = running.pop(text.row)
             elif text in some or rng.random() < 0.5:
                 text.goes_on(shared, rng.randint(1, 5))
