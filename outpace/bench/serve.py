@@ -91,9 +91,9 @@ def run_serve(
         addresses: dict[str, Address] = {}
         if any(key not in run for key, *_ in todo):
             length = settings.prompt_tokens + settings.new_tokens + 1
-            own = servers.outpace_serve(name, target, most, length)
-            addresses[OFF] = stack.enter_context(own).address
-            addresses[ON] = addresses[OFF]
+            for method in (OFF, ON):
+                own = servers.outpace_serve(name, target, most, length, drafting=method == ON)
+                addresses[method] = stack.enter_context(own).address
             if file:
                 peer = stack.enter_context(servers.llama_server(file, most, length))
                 addresses[LLAMA_SERVER] = peer.address
@@ -175,7 +175,7 @@ def _turn(
 
 
 def _body(method: str, prompt: list[int], seed: int, settings: ServeSettings) -> dict[str, Any]:
-    asked: dict[str, Any] = {
+    asked = {
         "prompt": prompt,
         "max_tokens": settings.new_tokens,
         "temperature": settings.temperature,
@@ -183,7 +183,7 @@ def _body(method: str, prompt: list[int], seed: int, settings: ServeSettings) ->
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return asked | ({"cache_prompt": False} if method == LLAMA_SERVER else {"speculative": method == ON})
+    return asked | ({"cache_prompt": True} if method == LLAMA_SERVER else {})
 
 
 def _closed(address: Address, bodies: list[dict[str, Any]], clients: int) -> list[Answered]:

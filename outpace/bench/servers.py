@@ -71,13 +71,14 @@ class Running:
 
 @contextmanager
 def outpace_serve(
-    name: str, target: Decoder, rows: int, length: int, waiting: int = 10_000
+    name: str, target: Decoder, rows: int, length: int, waiting: int = 10_000, drafting: bool = True
 ) -> Iterator[Running]:
-    """`outpace serve`, of `rows` sequences of `length` tokens, in the dtypes of `target`. Raises
-    OSError where it does not start."""
+    """`outpace serve`, of `rows` sequences of `length` tokens, in the dtypes of `target`, with the draft that
+    it would choose or with none. Raises OSError where it does not start."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
     options += ["--kv-cache-dtype", target.kv_cache_dtype_name]
     options += ["--activation-dtype", target.activation_dtype_name]
+    options += [] if drafting else ["--speculative-config", "none"]
     command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", str(waiting)]
     with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as server:
         yield server
@@ -85,8 +86,8 @@ def outpace_serve(
 
 @contextmanager
 def llama_server(file: Path, rows: int, length: int) -> Iterator[Running]:
-    """llama.cpp's, the same. Every sequence has its own cache, and nothing of a prompt is looked for in
-    what others left. Raises OSError where it does not start."""
+    """llama.cpp's, the same. A prompt is looked for in what earlier ones left in their rows, and nowhere
+    else. Raises OSError where it does not start."""
     program = find_llama_server()
     if program is None:
         raise OSError(f"{LLAMA_SERVER} is not installed: {HOW_TO_GET}")

@@ -26,9 +26,9 @@ class States(NamedTuple):
 
     def at(self, positions: list[list[int]]) -> "States":
         """These positions of each row, in this order."""
-        counts, columns = [len(row) for row in positions], _padded(positions)
-        aux = None if self.aux is None else _picked(self.aux, 1, columns)
-        return States(_picked(self.tokens, 0, columns), aux, counts)
+        counts, padded = [len(row) for row in positions], _padded(positions)
+        aux = None if self.aux is None else _picked(self.aux, 1, padded)
+        return States(_picked(self.tokens, 0, padded), aux, counts)
 
 
 def _padded(rows: list[list[int]]) -> list[list[int]]:
@@ -36,14 +36,14 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
     return [row + [0] * (widest - len(row)) for row in rows]
 
 
-def _picked(x: Tensor, dim: int, columns: list[list[int]]) -> Tensor:
-    """x [.., B, T, ..], where B is dimension `dim` -> these columns of each row. By one list of places: two
+def _picked(x: Tensor, dim: int, positions: list[list[int]]) -> Tensor:
+    """x [.., B, T, ..], where B is dimension `dim` -> these positions of each row. By one list of places: two
     would take four times as long."""
-    places = [b * x.shape[dim + 1] + i for b, row in enumerate(columns) for i in row]
+    places = [b * x.shape[dim + 1] + i for b, row in enumerate(positions) for i in row]
     chosen = x.flatten(dim, dim + 1).index_select(
         dim, torch.tensor(places, dtype=torch.int64, device=x.device)
     )
-    return chosen.unflatten(dim, (len(columns), len(columns[0])))
+    return chosen.unflatten(dim, (len(positions), len(positions[0])))
 
 
 def _first(x: Tensor, n: int, dim: int) -> Tensor:

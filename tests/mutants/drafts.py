@@ -339,7 +339,7 @@ MUTANTS = [
         "tests/drafts/test_dflash_parts.py",
     ),
     (
-        "a native tree that follows a token by candidates of its own place",
+        "a native tree that follows a token by candidates of that token's place",
         "outpace/kernels/cpu_drafts.c",
         "sound &= follow(o, m * o->n + depth[node],",
         "sound &= follow(o, m * o->n + depth[parent],",

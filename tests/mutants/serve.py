@@ -361,4 +361,18 @@ MUTANTS = [
         "s.request.runs_ahead for s",
         "tests/serve",
     ),
+    (
+        "a served draft that forgets what waits in the row it begins like",
+        "outpace/serve/shared_draft.py",
+        "if wanted and reused > self.session.lengths[source]:",
+        "if False:",
+        "tests/serve/test_shared_draft.py",
+    ),
+    (
+        "rows without a sequence keep the memory of any number of steps",
+        "outpace/serve/shared_draft.py",
+        "while self.left and self.held > MOST_BYTES:",
+        "while False:",
+        "tests/serve/test_shared_draft.py",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,42 @@ def test_each_has_the_proposals_that_it_has_alone(kind, name):
             elif text in some or rng.random() < 0.5:
                 text.goes_on(shared, rng.randint(1, 5))
     assert proposals > 60 and sum(n > 5 for n in reuses) > 5
+    for row in range(ROWS):
+        shared.flush(row)
+    assert not shared.uses and not shared.held and not any(shared.unobserved)
+
+
+@torch.inference_mode()
+def test_states_of_one_step_are_counted_once_and_observed_when_they_are_too_many(monkeypatch):
+    target = tiny.target("gpt_oss")
+    draft = draft_of("dflash", "plain", target)
+    shared = SharedDraft(draft, 3, LENGTH)
+    text = tiny.tokens(3, 20, seed=8)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for row in range(3):
+        shared.begin(row, row, 0, wanted=True)
+        own = States(text[row : row + 1], aux[:, row : row + 1], [20])
+        shared.add(row, 20, partial(States, *own), aux)
+    assert shared.held == aux.nbytes and [shared.known(row) for row in range(3)] == [20] * 3
+    shared.leave(1)
+    shared.leave(0)
+    assert shared.session.lengths == [0, 0, 0]  # nobody has asked for it
+    monkeypatch.setattr("outpace.serve.shared_draft.MOST_BYTES", aux.nbytes - 1)
+    shared.leave(2)  # the memory is one step's: it is free when all of them are observed
+    assert shared.session.lengths == [20, 20, 20] and not shared.held
+    shared.begin(0, 2, 12, wanted=True)
+    assert [shared.known(row) for row in range(3)] == [20, 20, 12]
+
+
+@torch.inference_mode()
+def test_a_text_of_another_draft_forgets_what_waits():
+    target = tiny.target("gpt_oss")
+    draft = draft_of("dflash", "plain", target)
+    shared = SharedDraft(draft, 2, LENGTH)
+    text = tiny.tokens(1, 20, seed=8)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for wanted, known in ((False, 0), (True, 12)):
+        shared.begin(0, 0, 0, wanted=True)
+        shared.add(0, 20, lambda: States(text, aux, [20]), aux)
+        shared.begin(0, 1, 12, wanted=wanted)
+        assert shared.known(1) == known and shared.known(0) == 20
