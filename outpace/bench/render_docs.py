@@ -169,8 +169,12 @@ def render(text: str, folder: Path) -> str:
 
 
 def update_page(page: Path) -> bool:
-    """Rewrites the page's tables; -> whether anything changed."""
+    """Rewrites the page's tables; -> whether anything changed. Raises ValueError where none is marked."""
     text = page.read_text(encoding="utf-8")
+    if MARKED.search(text) is None:
+        raise ValueError(
+            f"{page} marks no table: `<!-- table: KIND REPORT -->` begins one and `<!-- end -->` ends it"
+        )
     new = render(text, page.parent)
     if new != text:
         write_atomically(page, new.encode())

@@ -130,6 +130,13 @@ def test_report_md_shows_the_mark():
     assert "**Not for publication**: dirty" in page.markdown(header | {"not_for_publication": "dirty"})
 
 
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("| a |\n|---|\n| 1 |\n")
+    with pytest.raises(ValueError, match=r"page.md marks no table: `<!-- table: KIND REPORT -->` begins one"):
+        update_page(page)
+
+
 def test_a_table_is_made_from_its_report(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("A.\n" + MARKERS + "B.\n")
