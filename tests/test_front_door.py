@@ -23,7 +23,7 @@ def test_the_picture_shows_the_report():
     with Image.open(ROOT / "docs" / "overview.png") as image:
         drawn = json.loads(image.info["Description"])
     assert drawn == {method: list(values) for method, values in rates(report).items()}
-    assert len(drawn) == 8 and list(drawn)[:2] == ["llama.cpp", "plain"]
+    assert len(drawn) == 9 and list(drawn)[:2] == ["llama.cpp", "plain"]
 
 
 def test_the_readme_gives_the_ratio_over_the_faster_llama_cpp():
