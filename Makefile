@@ -69,7 +69,7 @@ demo: $(STAMP)
 	$(BIN)/outpace demo
 
 test: lint docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=1
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations=15 --durations-min=1
 
 results: $(STAMP)
 	runs/results.sh

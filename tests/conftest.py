@@ -17,11 +17,6 @@ settings.register_profile(
 settings.load_profile("outpace")
 
 
-def pytest_collection_modifyitems(items):
-    """Files that wait for another process come first: behind all others they would keep one worker idle."""
-    items.sort(key=lambda item: "checked" not in item.fixturenames)
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
