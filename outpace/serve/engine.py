@@ -253,7 +253,8 @@ class Engine:
         out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
         ended = []
         for b, (sequence, count) in enumerate(zip(some, counts, strict=True)):
-            if sequence.shared is not None and out.aux is not None:
+            if sequence.shared is not None:
+                assert out.aux is not None
                 taken = partial(self._chunk_states, sequence, tokens, out.aux, b, count)
                 sequence.shared.add(sequence.row, count, taken, out.aux)
             sequence.cached += count
@@ -295,7 +296,8 @@ class Engine:
             cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = lengths[b] + len(path)
-            if sequence.shared is not None and aux is not None:
+            if sequence.shared is not None:
+                assert aux is not None
                 taken = partial(self._step_states, sequence, proposal, aux, b, path)
                 if many is None:  # its memory has places for rejected draft tokens, too
                     taken = partial(States, *taken())

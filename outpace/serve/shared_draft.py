@@ -54,7 +54,8 @@ class SharedDraft:
         when they are many."""
         self.pending[row].append(Pending(states, aux))
         self.unobserved[row] += count
-        self.held += 0 if self.uses[id(aux)] else aux.nbytes
+        if id(aux) not in self.uses:
+            self.held += aux.nbytes
         self.uses[id(aux)] += 1
         if self.unobserved[row] >= MAX_PENDING:
             self.flush(row)
@@ -69,10 +70,9 @@ class SharedDraft:
             self.flush(first)
 
     def flush(self, row: int) -> None:
-        states = self._taken(row)
-        if states is not None:
+        if pending := self._taken(row):
             with self.session.of([row]) as session:
-                session.observe(*states())
+                session.observe(*_formed(pending))
                 session.flush()
 
     def propose(
@@ -83,15 +83,19 @@ class SharedDraft:
         taken = [self._taken(row) for row in rows]
         with self.session.of(rows) as session:
             if any(taken):
-                session.observe(*stacked([None if states is None else states() for states in taken]))
+                session.observe(*stacked([_formed(pending) if pending else None for pending in taken]))
             return session.propose(last, width, RowSamplers.of(samplers))
 
-    def _taken(self, row: int) -> Callable[[], States] | None:
-        """What was pending in this row, and is no longer; None: nothing."""
+    def _taken(self, row: int) -> list[Pending]:
+        """What was pending in this row, and is no longer."""
         pending, self.pending[row], self.unobserved[row] = self.pending[row], [], 0
         for part in pending:
             self.uses[id(part.aux)] -= 1
             if not self.uses[id(part.aux)]:
                 del self.uses[id(part.aux)]
                 self.held -= part.aux.nbytes
-        return (lambda: joined([part.states() for part in pending])) if pending else None
+        return pending
+
+
+def _formed(pending: list[Pending]) -> States:
+    return joined([part.states() for part in pending])
