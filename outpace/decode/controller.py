@@ -15,6 +15,7 @@ from outpace.decode.costs import Costs
 from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
 from outpace.kv.tree import depths
+from outpace.ops.dispatch import ChainCut
 
 FADE = 0.9  # weight that a drafting step leaves to earlier counts
 REST_FADE = 0.85  # the same for GAP autoregressive steps
@@ -64,6 +65,15 @@ class Controller(Protocol):
         """The part of the proposal to verify: its first positions."""
         ...
 
+    def chain_cut(self) -> ChainCut | None:
+        """What `cut` would do to chains of one row, before any of them is learnt of; None: nothing."""
+        ...
+
+    def was_cut(self, proposal: Proposal, positions: int, again: bool) -> None:
+        """For `cut`, where `chain_cut` decided it. `again`: without a `width` before it, the one before it
+        being of as many positions."""
+        ...
+
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         """The verified proposal and the accepted positions of each row. `seconds`: what the step took, where
         the clock may have a say; None: what was predicted."""
@@ -96,6 +106,12 @@ class Fixed:
 
     def cut(self, proposal: Proposal) -> Proposal:
         return proposal
+
+    def chain_cut(self) -> None:
+        return None
+
+    def was_cut(self, proposal: Proposal, positions: int, again: bool) -> None:
+        pass
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         pass
@@ -148,11 +164,16 @@ class AcceptanceHistory:
     def corrected(self, stated: Sequence[float], parents: Sequence[int], depth: Sequence[int]) -> list[float]:
         """The survival that the draft states, times observed over stated survival at that depth; at most the
         parent's."""
-        trust, result = [1.0], [1.0]
-        for d in range(1, max(depth) + 1):
-            trust.append((self.observed[d] + PRIOR_TRIALS * trust[-1]) / (self.stated[d] + PRIOR_TRIALS))
+        trust, result = self.trust(max(depth)), [1.0]
         for i in range(1, len(parents)):
             result.append(min(stated[i] * trust[depth[i]], result[parents[i]]))
+        return result
+
+    def trust(self, deepest: int) -> list[float]:
+        """Observed over stated survival, by depth; 1 at the root."""
+        result = [1.0]
+        for stated, observed in zip(self.stated[1 : deepest + 1], self.observed[1:], strict=False):
+            result.append((observed + PRIOR_TRIALS * result[-1]) / (stated + PRIOR_TRIALS))
         return result
 
     def forecast(self, states_survival: bool) -> list[float]:
@@ -303,9 +324,28 @@ class Adaptive:
         return max(GAP, math.ceil(min(enough, LONGEST)))
 
     def cut(self, proposal: Proposal) -> Proposal:
+        gains = self._gains(proposal)
+        # without stated survival only verified tokens teach the controller: at least one draft token
+        least = 1 if self.states_survival else min(2, len(gains))
+        positions = best_at(self._rate, gains, self._seconds, least)
+        self._verify(gains, positions)
+        return cut(proposal, positions)
+
+    def chain_cut(self) -> ChainCut:
+        now = self._costs
+        return ChainCut(self._rate, now.others, self._settle, self.history.trust(len(now.draft) - 1))
+
+    def was_cut(self, proposal: Proposal, positions: int, again: bool) -> None:
+        if again:
+            self.history.begin_step()
+            self._plain, self._draft_seconds = 0, self._costs.draft[self._width]
+        self._verify(self._gains(proposal), positions)
+
+    def _gains(self, proposal: Proposal) -> list[float]:
+        """Tokens expected of each position, of all rows together."""
         # the survival of sampled tokens may depend on which they are; the number verified may not
         stated = None if proposal.q is not None else proposal.stated
-        self.states_survival = readable = stated is not None
+        self.states_survival = stated is not None
         self._rows, gains = [], [0.0] * proposal.width
         first = proposal.counts[0]  # positions of the first row; padding follows, which has no parent
         self.history.parents[:first] = proposal.above[0][:first]
@@ -317,16 +357,21 @@ class Adaptive:
             self._rows.append(Row(row, depth, values, survival))
             for i, x in enumerate(survival):
                 gains[i] += x
+        return gains
+
+    @property
+    def _seconds(self) -> list[float]:
+        """Of a step with so many positions of its proposal."""
         others, settle = self._costs.others, self._settle
         seconds = [self._draft_seconds + other for other in others[:2]]
-        seconds += [self._draft_seconds + other + settle for other in others[2:]]
-        # without stated survival only verified tokens teach the controller: at least one draft token
-        positions = best_at(self._rate, gains, seconds, least=1 if readable else min(2, len(gains)))
-        self.predicted, self.verified = (sum(gains[:positions]), seconds[positions]), positions
+        return seconds + [self._draft_seconds + other + settle for other in others[2:]]
+
+    def _verify(self, gains: list[float], positions: int) -> None:
+        self.predicted = sum(gains[:positions]), self._seconds[positions]
+        self.verified = positions
         self._fruitless = min(GAP, 2 * self._fruitless or 1) if positions == 1 and not self.always else 0
         if self._fruitless:  # it found nothing: twice as long until the next
             self._pause, self.wait = self._fruitless, self._fruitless - 1
-        return cut(proposal, positions)
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         assert self.predicted is not None and self.account is not None, "width comes first"

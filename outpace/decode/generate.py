@@ -12,6 +12,7 @@ from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.ahead import RunAhead, Verified
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.device_rounds import DeviceRounds, device_rounds
+from outpace.decode.native_rounds import NativeRounds, Played
 from outpace.decode.partial import Partial, PartialSession, Trusting
 from outpace.decode.request import (
     BatchRows,
@@ -24,7 +25,7 @@ from outpace.decode.request import (
 )
 from outpace.decode.reuse import PrefixCache
 from outpace.decode.trace import Prediction, Trace
-from outpace.drafts.base import Draft, DraftSession, Proposal, check_finite, roots
+from outpace.drafts.base import Draft, DraftSession, Proposal, check_finite, not_finite, roots
 from outpace.drafts.deferred import Deferred
 from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
@@ -114,7 +115,10 @@ def steps(
         return
     wanted = request.runs_ahead and partial is None and on_logits is None
     ahead = RunAhead(target, wanted, alone=len(prompts) == 1)
-    loop = Loop(target, cache, request, rule, deferred, controller, ahead, rows, trace, aux, on_logits, last)
+    native = NativeRounds.of(target, cache, deferred, session, rule, aux, request.stop) if wanted else None
+    loop = Loop(
+        target, cache, request, rule, deferred, controller, ahead, native, rows, trace, aux, on_logits, last
+    )
     yield from loop.run()
 
 
@@ -164,6 +168,7 @@ class Loop:
     deferred: Deferred | None
     controller: Controller
     ahead: RunAhead
+    native: NativeRounds | None
     rows: BatchRows
     trace: Trace
     aux: Sequence[int]
@@ -180,20 +185,24 @@ class Loop:
             if len(running) < len(self.active):
                 self._keep(running)
             began = time.perf_counter()
-            proposal, offered = self._propose()
+            proposed = self._propose()
+            if proposed is None:
+                yield
+                continue
             with trace.timed("verify"):
-                verified = self._verify(proposal, offered)
+                verified = self._verify(*proposed)
             with trace.timed("rest"):
                 self._commit(verified)
                 self.controller.learn(verified.proposal, verified.result.path)
             if self.deferred is not None:
                 with trace.timed("draft"):
                     self.deferred.add(verified.states)
-            if self.controller.predicted is not None:
-                committed = sum(map(len, verified.result.path))
-                seconds = time.perf_counter() - began
-                trace.predicted.append(Prediction(*self.controller.predicted, committed, seconds))
+            self._note(sum(map(len, verified.result.path)), time.perf_counter() - began)
             yield
+
+    def _note(self, committed: int, seconds: float) -> None:
+        if self.controller.predicted is not None:
+            self.trace.predicted.append(Prediction(*self.controller.predicted, committed, seconds))
 
     def _keep(self, running: list[int]) -> None:
         """Finished rows leave the batch."""
@@ -202,16 +211,55 @@ class Loop:
                 part.select(running)
         self.last, self.active = self.last[running], [self.active[i] for i in running]
 
-    def _propose(self) -> tuple[Proposal, Proposal]:
-        """What is to be verified, and what the draft proposed, of which that is a part."""
+    def _propose(self) -> tuple[Proposal, Proposal] | None:
+        """What is to be verified, and what the draft proposed, of which that is a part. None: rounds were
+        made in one native call, and there is nothing left of them."""
         with self.trace.timed("rest"):
             n = self.controller.width(self.cache.lengths)
         if n == 1 or self.deferred is None:
             return (alone := roots(self.last)), alone
-        with self.trace.timed("draft"):
-            offered = self.deferred.propose(self.last, n, self.rule.sampler)
+        offered, played = None, None
+        if self.native is not None:
+            with self.trace.timed("verify"):
+                played = self.native.play(int(self.last), n, self.controller.chain_cut(), self._left)
+        if played is None:
+            with self.trace.timed("draft"):
+                offered = self.deferred.propose(self.last, n, self.rule.sampler)
+        elif (offered := self._made(played)) is None:
+            return None
         with self.trace.timed("rest"):
+            if played is not None and played.rounds and self.controller.width(self.cache.lengths) == 1:
+                return (alone := roots(self.last)), alone
             return self.controller.cut(offered), offered
+
+    def _made(self, played: Played) -> Proposal | None:
+        """Rounds of the one row -> what was drafted after them."""
+        trace, (b,) = self.trace, self.active
+        for i, made in enumerate(played.rounds):
+            if self.rows.done[b]:  # somebody who reads the text has seen enough
+                return None
+            path = [list(range(len(made.tokens)))]
+            with trace.timed("rest"):
+                self.controller.was_cut(made.offered, made.verified, again=i > 0)
+                self.rows.emit(b, made.tokens)
+                trace.add(1, [b], [made.verified - 1], [len(made.tokens) - 1], seconds=sum(made.seconds))
+                self.controller.learn(made.offered, path)
+            trace.spent("draft", made.seconds[0], within="verify")
+            self._note(len(made.tokens), sum(made.seconds))
+        if not played.finite:
+            raise not_finite(f"step {trace.steps}", "target")
+        if played.rounds:
+            self.last = torch.tensor([played.rounds[-1].tokens[-1]])
+        if played.offered is None or self.rows.done[b]:
+            return None
+        offered, seconds = played.offered
+        trace.spent("draft", seconds, within="verify")
+        return offered
+
+    @property
+    def _left(self) -> int:
+        """Tokens that some row may still get at most."""
+        return min(self.rows.limits[b] - len(self.rows.emitted[b]) for b in self.active)
 
     def _verify(self, proposal: Proposal, offered: Proposal) -> Verified:
         done = self.trace.steps
@@ -229,8 +277,7 @@ class Loop:
 
     def _run_ahead(self) -> Verified | None:
         """Some steps without draft tokens in one native call, where one can be."""
-        left = min(self.rows.limits[b] - len(self.rows.emitted[b]) for b in self.active)
-        most = self.ahead.most(left)
+        most = self.ahead.most(self._left)
         if not most:
             return None
         most, stop = self.controller.rest(most), self.request.stop

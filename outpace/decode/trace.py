@@ -69,8 +69,10 @@ class Trace:
         accepted: list[int],
         nodes: list[int] | None = None,
         provisional: list[int] | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """One step of the rows `rows`, out of `batch`. `nodes`: default, a chain."""
+        """One step of the rows `rows`, out of `batch`. `nodes`: default, a chain. `seconds`: what it took,
+        where it was one of several that ended together; None: since the one before."""
 
         def per_row(values: list[int], absent: int) -> list[int]:
             if len(rows) == batch:
@@ -82,7 +84,7 @@ class Trace:
         self.accepted.append(per_row(accepted, -1))
         self.nodes.append(per_row(nodes or [n + 1 for n in proposed], 0))
         now = time.perf_counter()
-        self.step_seconds.append(now - self.step_began)
+        self.step_seconds.append(now - self.step_began if seconds is None else seconds)
         self.step_began = now
         if provisional is not None:
             self.provisional.append(per_row(provisional, 0))

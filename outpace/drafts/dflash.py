@@ -273,6 +273,22 @@ class DFlashSession(CacheRows):
         stated = [host_survival(row, self.draft.config.temperatures) for row in sure]
         return HostProposal(rows, [width] * len(rows), None, stated, last.device)
 
+    def native_chain(self, width: int) -> tuple[NativeChain, list[NativeContext]] | None:
+        """What drafts `width` - 1 tokens after one row, and what remembers up to 1, 2 .. `width` of it; None
+        where they are not drafted so, one after the other."""
+        selector = self.draft.candidate_selector
+        if selector is None:
+            return None
+        program = self._native_program(NativeChain, width, selector.top_k)
+        if program is None or not self._native(width):
+            return None
+        step = self.cache.begin(program.block.T, both_ways=True)
+        contexts = [self._native_context(n) for n in range(1, width + 1)]
+        program.block.point_to(step, self.cache)
+        for context in contexts:
+            context.point_to(step, self.cache)
+        return program, contexts
+
     def tree(self, last: Tensor, width: int, nodes: int, branch: int) -> HostProposal | None:
         program = self._native_program(NativeTree, width, branch, nodes)
         if program is None:

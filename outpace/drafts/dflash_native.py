@@ -22,7 +22,7 @@ from outpace.kv.base import KVCache
 from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.ops.candidates import walkable
-from outpace.ops.dispatch import Program, Rings
+from outpace.ops.dispatch import Chain, Context, Program, Rings
 from outpace.ops.quant import Weight
 
 
@@ -218,6 +218,14 @@ class NativeChain(NativeCandidates):
             sure = (self.values[..., 0] - self.lse).exp() if self.sure is None else self.sure
             return self.chosen.tolist(), sure.tolist()
 
+    @property
+    def of_round(self) -> Chain:
+        """Of one row, with a selector."""
+        assert self.sure is not None, "a selector's"
+        anchor = self.tokens[:, :1]
+        inputs = self.last, anchor, self.block.start
+        return Chain(self.program, *inputs, self.chosen, self.sure, self.keys)
+
 
 class NativeTree(NativeCandidates):
     """`drafts.tree.best_first` of the `branch` most probable tokens of each place."""
@@ -283,8 +291,15 @@ class NativeContext:
     def append(self, aux: Tensor, step: StepMetadata, cache: KVCache) -> None:
         """aux [n,B,up to T,C] of the step's tokens."""
         with self.lock:
-            self.rings.point_to(cache.rings)
             self.aux[:, : aux.shape[2]].copy_(aux.permute(1, 2, 0, 3))
-            self._start[:], self._counts[:] = step.start, step.counts
-            self._rows[:] = step.cache_rows or range(len(step.start))
+            self.point_to(step, cache)
             self.program.run()
+
+    def point_to(self, step: StepMetadata, cache: KVCache) -> None:
+        self.rings.point_to(cache.rings)
+        self._start[:], self._counts[:] = step.start, step.counts
+        self._rows[:] = step.cache_rows or range(len(step.start))
+
+    @property
+    def of_round(self) -> Context:
+        return Context(self.program, self.aux, self.start, self.counts)

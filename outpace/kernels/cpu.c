@@ -279,3 +279,4 @@ void unpack_mxfp4(const Packed *o) { each_row(o->count, spread_block, o, team(o-
 #include "cpu_suffix.c"
 #include "cpu_step.c"
 #include "cpu_program.c"
+#include "cpu_rounds.c"

@@ -57,5 +57,5 @@ def layout(text: str, name: str) -> str:
 
 def packers(text: str) -> dict[str, struct.Struct]:
     """Every struct that a kernel takes, by its name; plus those of the lists that kernels read."""
-    names = {*kernels(text).values(), "Call", "Ring"}
+    names = {*kernels(text).values(), "Call", "Ring", "Chain", "VerifyPass", "DraftContext"}
     return {name: struct.Struct(layout(text, name)) for name in names}

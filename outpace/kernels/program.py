@@ -52,6 +52,7 @@ class Program:
         self._calls: list[tuple[int, ctypes.Array[ctypes.c_char]]] = []
         self._used: list[object] = []
         self._packed: bytes | None = None
+        self._placed: ctypes.Array[ctypes.c_char] | None = None
 
     def call(self, kernel: str, packed: bytes, *used: object) -> None:
         """Adds a call of `kernel` with these arguments; `used` is kept alive."""
@@ -214,14 +215,19 @@ class Program:
     def run(self) -> None:
         _c.run(self._once_packed())
 
+    def address(self) -> int:
+        """Of the packed program, for a kernel that runs it."""
+        if self._packed is None or self._placed is None:
+            self._placed = ctypes.create_string_buffer(self._once_packed())
+        return ctypes.addressof(self._placed)
+
     def run_ahead(self, most: int, stops: Tensor, step: "Ahead", draws: "Draws | None" = None) -> int:
         """As one step of B rows, up to `most` times -> how often: see `run_ahead` in cpu_program.c. `stops`
         [n] int64."""
-        own = ctypes.create_string_buffer(self._once_packed())
         taken = ctypes.c_int64()
         (B, *_), aux = step.tokens.shape, step.aux
         assert step.out.shape == (most, B) and step.out.is_contiguous()
-        inputs = ctypes.addressof(own), step.tokens.data_ptr(), step.start.data_ptr(), step.best.data_ptr()
+        inputs = self.address(), step.tokens.data_ptr(), step.start.data_ptr(), step.best.data_ptr()
         rules = ctypes.addressof(step.odd), stops.data_ptr(), _address(aux)
         outputs = step.out.data_ptr(), _address(step.all_aux), ctypes.addressof(taken)
         noise: tuple[int, ...] = (0, 0, 0)

@@ -24,7 +24,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import Ahead, Draws, Program, Rings, use_kernel, why_not
+from outpace.ops.dispatch import Ahead, Draws, Program, Rings, VerifyPass, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -322,12 +322,24 @@ class NativeStep:
         return self.seen is cache.rings
 
     def _begin(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> None:
-        if not self.knows(cache):
-            self._point_to(cache)
+        self._over(cache)
         self.tokens.copy_(tokens.reshape(-1))
         for piece in self.all_pieces:
             piece.point_to(step)
-        self.rows[:] = list(step.cache_rows or range(len(step.start)))
+
+    def _over(self, cache: KVCache) -> None:
+        if not self.knows(cache):
+            self._point_to(cache)
+        self.rows[:] = list(cache.rows or range(len(self.rows)))
+
+    def verify_pass(self, cache: KVCache) -> VerifyPass | None:
+        """This step over the one row of `cache`, as a part of `Rounds`; None where it is more than a program,
+        or keeps nothing for a draft."""
+        if len(self.parts) > 1 or len(self.all_pieces) > 1 or self.logits is None or self.aux is None:
+            return None
+        self._over(cache)
+        inputs = self.tokens, self.pieces[0].start_tensor, self.pieces[0].counts_tensor
+        return VerifyPass(self.program, *inputs, self.best, self.odd, self.logits, self.aux)
 
     def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> Output:
         """tokens [B, T] -> copies of the buffers. Raises IndexError, as an embedding does, for a token
@@ -437,8 +449,7 @@ def native_step(
     if not _by_kernels(model, cache):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
-    size = len(step.start), step.T, U, cache.offset, torch.get_num_threads()
-    key = size, tuple(aux), logits, cache.module_layers, min(cache.room, step.T)
+    key = _key(cache, (len(step.start), step.T, U), aux, logits)
     known = model.native_steps.get(key)
     if known is not None and known.knows(cache):
         return known
@@ -449,6 +460,21 @@ def native_step(
             model.native_steps.pop(next(iter(model.native_steps)), None)
         known = model.native_steps[key] = NativeStep(model, cache, step, aux, logits)
     return known
+
+
+def _key(cache: KVCache, size: tuple[int, int, int], aux: Sequence[int], logits: bool) -> tuple[object, ...]:
+    """size: rows, tokens of each, nodes of a tree."""
+    own = cache.offset, torch.get_num_threads(), cache.module_layers, min(cache.room, size[1])
+    return size, own, tuple(aux), logits
+
+
+def verify_passes(model: Layers, cache: KVCache, most: int, aux: Sequence[int]) -> dict[int, VerifyPass]:
+    """The steps of 2 to `most` tokens of one row, by their number, of those that were made before."""
+    if not _by_kernels(model, cache):
+        return {}
+    known = {n: model.native_steps.get(_key(cache, (1, n, 0), aux, True)) for n in range(2, most + 1)}
+    passes = {n: step.verify_pass(cache) for n, step in known.items() if step is not None}
+    return {n: own for n, own in passes.items() if own is not None}
 
 
 def _covered(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> bool:

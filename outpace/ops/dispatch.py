@@ -10,6 +10,13 @@ from outpace.kernels.program import Ahead as Ahead
 from outpace.kernels.program import Draws as Draws
 from outpace.kernels.program import Program as Program
 from outpace.kernels.program import Rings as Rings
+from outpace.kernels.rounds import Chain as Chain
+from outpace.kernels.rounds import ChainCut as ChainCut
+from outpace.kernels.rounds import Context as Context
+from outpace.kernels.rounds import Made as Made
+from outpace.kernels.rounds import Rounds as Rounds
+from outpace.kernels.rounds import Row as Row
+from outpace.kernels.rounds import VerifyPass as VerifyPass
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
