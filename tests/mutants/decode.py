@@ -308,8 +308,8 @@ MUTANTS = [
     (
         "a proposal is verified by its own rate, the draft's time included",
         "outpace/decode/controller.py",
-        "positions = best_at(self._rate, gains, seconds,",
-        "positions = fastest(gains, seconds,",
+        "positions = best_at(self._rate, gains, self._seconds, least)",
+        "positions = fastest(gains, self._seconds, least)",
         "tests/decode/test_controller.py",
     ),
     (
@@ -507,5 +507,70 @@ MUTANTS = [
         "seconds - besides, self.pace)",
         "seconds - besides)",
         "tests/decode/test_controller.py",
+    ),
+    (
+        "a draft remembers the states of another round",
+        "outpace/kernels/cpu_rounds.c",
+        "p->aux + (l * n + t) * o->C",
+        "p->aux + (l * o->N + t) * o->C",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft in a native call forgets how far it has read",
+        "outpace/kernels/cpu_rounds.c",
+        ", observed += kept;",
+        ";",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft token is compared with the token after it",
+        "outpace/kernels/cpu_rounds.c",
+        "tokens[kept] == text[kept - 1]; kept++",
+        "tokens[kept - 1] == text[kept - 1]; kept++",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft has the noise of the call's first place",
+        "outpace/kernels/cpu_rounds.c",
+        "memcpy(chain->keys, o->keys + written,",
+        "memcpy(chain->keys, o->keys,",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a chain is cut as if each token stood alone",
+        "outpace/kernels/cpu_rounds.c",
+        "above = fmin(survival[n - 1] * o->trust[n - 1], above)",
+        "above = survival[n - 1] * o->trust[n - 1]",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "every round of a call pays for the first pass",
+        "outpace/kernels/cpu_rounds.c",
+        "r ? 0 : o->settle",
+        "o->settle",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft hears of all tokens that a round verified",
+        "outpace/decode/native_rounds.py",
+        "last.aux.clone(), [kept[-1]]",
+        "last.aux.clone(), [made.verified[-1]]",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft counts a round that it has not read",
+        "outpace/decode/native_rounds.py",
+        "written if made.offered else written - kept[-1]",
+        "written",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a controller takes rounds of a call for one",
+        "outpace/decode/controller.py",
+        """        if again:
+            self.history.begin_step()""",
+        """        if again:
+            pass""",
+        "tests/decode/test_native_rounds.py",
     ),
 ]

@@ -26,7 +26,7 @@ MUTANTS = [
     (
         "a step's pieces serve a smaller ring",
         "outpace/models/native_step.py",
-        """cache.module_layers, min(cache.room, step.T)""",
+        """cache.module_layers, min(cache.room, size[1])""",
         """cache.module_layers""",
         "tests/models/test_long_prompts.py",
     ),

@@ -112,8 +112,8 @@ MUTANTS = [
     (
         "a step in the rows of the step before",
         "outpace/models/native_step.py",
-        "self.rows[:] = list(step.cache_rows or range(len(step.start)))",
-        "self.rows[:] = list(range(len(step.start)))",
+        "self.rows[:] = list(cache.rows or range(len(self.rows)))",
+        "self.rows[:] = list(range(len(self.rows)))",
         "tests/kv/test_cache_rows.py",
     ),
     (
