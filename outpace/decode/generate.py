@@ -175,6 +175,7 @@ class Loop:
     on_logits: OnLogits | None
     last: Tensor
     active: list[int] = field(init=False)
+    began: float = 0.0  # when this step did
 
     def __post_init__(self) -> None:
         self.active = list(range(len(self.last)))
@@ -184,7 +185,7 @@ class Loop:
         while running := self.rows.running(self.active):
             if len(running) < len(self.active):
                 self._keep(running)
-            began = time.perf_counter()
+            self.began = time.perf_counter()
             proposed = self._propose()
             if proposed is None:
                 yield
@@ -197,7 +198,7 @@ class Loop:
             if self.deferred is not None:
                 with trace.timed("draft"):
                     self.deferred.add(verified.states)
-            self._note(sum(map(len, verified.result.path)), time.perf_counter() - began)
+            self._note(sum(map(len, verified.result.path)), time.perf_counter() - self.began)
             yield
 
     def _note(self, committed: int, seconds: float) -> None:
@@ -238,6 +239,8 @@ class Loop:
         for i, made in enumerate(played.rounds):
             if self.rows.done[b]:  # somebody who reads the text has seen enough
                 return None
+            if made is played.rounds[-1] and not played.finite:
+                raise not_finite(f"step {trace.steps + 1}", "target")
             path = [list(range(len(made.tokens)))]
             with trace.timed("rest"):
                 self.controller.was_cut(made.offered, made.verified, again=i > 0)
@@ -246,14 +249,14 @@ class Loop:
                 self.controller.learn(made.offered, path)
             trace.spent("draft", made.seconds[0], within="verify")
             self._note(len(made.tokens), sum(made.seconds))
-        if not played.finite:
-            raise not_finite(f"step {trace.steps}", "target")
         if played.rounds:
             self.last = torch.tensor([played.rounds[-1].tokens[-1]])
         if played.offered is None or self.rows.done[b]:
             return None
         offered, seconds = played.offered
         trace.spent("draft", seconds, within="verify")
+        if played.rounds:
+            self.began = time.perf_counter() - seconds
         return offered
 
     @property

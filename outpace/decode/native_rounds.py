@@ -79,12 +79,12 @@ class NativeRounds:
 
     def play(self, last: int, width: int, cut: ChainCut | None, left: int) -> Played | None:
         """Rounds of chains of `width` positions after `last`, until they took SECONDS, or the text got `left`
-        more tokens; at least the draft of one. None where there is no program for them: each part is made
-        when a round is made in Python."""
+        more tokens; at least the draft of one. None where programs do not draft so, or no verify pass was
+        made yet: a pass is made where Python first needs one of its size."""
         self.deferred.flush()
         parts = self.session.native_chain(width)
         passes = verify_passes(self.target, self.cache, width, self.aux)
-        if parts is None or width not in passes:
+        if parts is None or not passes:
             return None
         chain, contexts = parts
         rounds = self._table(chain, contexts, width)
