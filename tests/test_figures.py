@@ -137,8 +137,9 @@ def test_tokens_that_the_embedded_model_has_seen():
     millions = (first["tokens"] + 0.988 * second["tokens"] + third["tokens"]) / 1e6
     assert f"has seen {millions:.0f} million tokens" in page("embedded.md")
     solved = {row["family"]: row["accuracy"] for row in report("tasks")["families"]}
-    assert report("tasks")["accuracy"] > 0.95 and min(solved.values()) == solved["needles"] > 0.85
-    assert "none below 85 %, is met" in page("embedded.md") and round(1 / (1 - solved["needles"])) == 7
+    assert report("tasks")["accuracy"] > 0.95 and min(solved.values()) > 0.85
+    assert {"json", "needles"} == set(sorted(solved, key=solved.__getitem__)[:2])
+    assert "none below 85 %, is met" in page("embedded.md") and round(1 / (1 - solved["needles"])) == 8
 
 
 def test_what_the_results_say_of_answers_with_less_memory():
@@ -150,7 +151,7 @@ def test_what_the_results_say_of_answers_with_less_memory():
     assert half["unchanged"] == half["of"] - 2 and half["right"] >= rows["original"]["right"]
     assert "with latents of half the size two are, and none that was right is lost" in page("embedded.md")
     needles = next(row for row in report("tasks")["families"] if row["family"] == "needles")
-    assert round(1 / (1 - needles["accuracy"])) == 7 and "one in seven of those is not solved" in page(
+    assert round(1 / (1 - needles["accuracy"])) == 8 and "one in eight of those is not solved" in page(
         "embedded.md"
     )
     assert 0.45 < 1 - lossy["unchanged"] / 192 < 0.5 and "nearly half of the answers" in page("embedded.md")
