@@ -115,7 +115,7 @@ def steps(
         return
     wanted = request.runs_ahead and partial is None and on_logits is None
     ahead = RunAhead(target, wanted, alone=len(prompts) == 1)
-    native = NativeRounds.of(target, cache, deferred, session, rule, aux, request.stop) if wanted else None
+    native = NativeRounds(target, wanted and len(prompts) == 1)
     loop = Loop(
         target, cache, request, rule, deferred, controller, ahead, native, rows, trace, aux, on_logits, last
     )
@@ -168,7 +168,7 @@ class Loop:
     deferred: Deferred | None
     controller: Controller
     ahead: RunAhead
-    native: NativeRounds | None
+    native: NativeRounds
     rows: BatchRows
     trace: Trace
     aux: Sequence[int]
@@ -219,10 +219,7 @@ class Loop:
             n = self.controller.width(self.cache.lengths)
         if n == 1 or self.deferred is None:
             return (alone := roots(self.last)), alone
-        offered, played = None, None
-        if self.native is not None:
-            with self.trace.timed("verify"):
-                played = self.native.play(int(self.last), n, self.controller.chain_cut(), self._left)
+        offered, played = None, self._play(n)
         if played is None:
             with self.trace.timed("draft"):
                 offered = self.deferred.propose(self.last, n, self.rule.sampler)
@@ -233,8 +230,21 @@ class Loop:
                 return (alone := roots(self.last)), alone
             return self.controller.cut(offered), offered
 
+    def _play(self, n: int) -> Played | None:
+        """Rounds of the one row in one native call, where one can be."""
+        if self.native.target is None or self.deferred is None:
+            return None
+        with self.trace.timed("verify"):
+            self.deferred.flush()
+            text = int(self.last), self._left, self.request.stop
+            given = self.cache, self.deferred.session, self.rule
+            played = self.native.play(*given, *text, n, self.controller.chain_cut)
+            if played is not None and played.states is not None:
+                self.deferred.add(played.states)
+            return played
+
     def _made(self, played: Played) -> Proposal | None:
-        """Rounds of the one row -> what was drafted after them."""
+        """What was drafted after those rounds."""
         trace, (b,) = self.trace, self.active
         for i, made in enumerate(played.rounds):
             if self.rows.done[b]:  # somebody who reads the text has seen enough

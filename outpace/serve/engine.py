@@ -19,9 +19,10 @@ from torch import Tensor
 
 from outpace.decode.ahead import RunAhead, Verified
 from outpace.decode.controller import Controller, Fixed
+from outpace.decode.native_rounds import NativeRounds, Played
 from outpace.decode.request import Request, check_prompts
 from outpace.decode.reuse import reusable
-from outpace.drafts.base import Draft, Proposal, check_finite, roots
+from outpace.drafts.base import Draft, Proposal, check_finite, not_finite, roots
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.base import KVCache
@@ -98,7 +99,7 @@ class Engine:
         self.held: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.used = [0.0] * config.max_num_seqs
         self.rounds = 0
-        self.ahead = RunAhead(target)
+        self.ahead, self.native = RunAhead(target), NativeRounds(target)
 
     @property
     def nbytes(self) -> int:
@@ -272,11 +273,19 @@ class Engine:
         """One step of each: propose, verify together, commit; or some without draft tokens. See
         `decode.generate.steps`."""
         began = time.perf_counter()
-        lengths, drafting = [s.cached for s in some], any(s.draft is not None for s in some)
-        cache = self.cache.of([s.row for s in some], lengths)
-        n = self.controller.width(lengths) if drafting else 1
+        drafting = any(s.draft is not None for s in some)
+        cache = self.cache.of([s.row for s in some], [s.cached for s in some])
+        n = self.controller.width(cache.lengths) if drafting else 1
+        drafted, played = None, self._play(some[0], n, cache) if n > 1 else None
+        if played is not None:
+            drafted, seconds = played.offered or (None, 0.0)
+            if played.rounds:
+                if drafted is None or some[0].done:
+                    return
+                began, n = time.perf_counter() - seconds, self.controller.width(cache.lengths)
+        lengths = list(cache.lengths)
         if n > 1:
-            offered = self._propose(some, n)
+            offered = drafted or self._propose(some, n)
             proposal = self.controller.cut(offered)
         else:
             proposal = offered = roots(torch.tensor([s.last for s in some], device=self.target.device))
@@ -304,6 +313,34 @@ class Engine:
                 sequence.shared.add(sequence.row, len(path), taken, aux)
         if drafting:
             self.controller.learn(proposal, paths, time.perf_counter() - began)
+
+    def _play(self, sequence: Sequence, n: int, cache: KVCache) -> Played | None:
+        """Rounds of a sequence that is alone, in one native call, where one can be."""
+        shared, width = sequence.shared, sequence.most(n)
+        if len(self.running) > 1 or shared is None or width == 1 or self._aux([sequence]) != shared.layers:
+            return None
+        if not sequence.request.runs_ahead or sequence.on_logits is not None:
+            return None
+        text = sequence.rule, sequence.last, sequence.left, sequence.request.stop
+        with shared.observed([sequence.row]) as session:
+            played = self.native.play(cache, session, *text, width, self.controller.chain_cut)
+        if played is None:
+            return None
+        if not played.finite:
+            raise not_finite(f"round {self.rounds}", "target")
+        for i, made in enumerate(played.rounds):
+            if not sequence.done:
+                path = [list(range(len(made.tokens)))]
+                self.controller.was_cut(made.offered, made.verified, again=i > 0)
+                sequence.count(made.verified - 1, len(made.tokens) - 1)
+                sequence.emit(made.tokens)
+                self.controller.learn(made.offered, path, sum(made.seconds))
+        sequence.cached = cache.lengths[0]
+        if played.states is not None:
+            states, aux = played.states, played.states.aux
+            assert aux is not None
+            shared.add(sequence.row, states.counts[0], lambda: states, aux)
+        return played
 
     def _run_ahead(
         self, some: Rows[Sequence], last: Tensor, cache: KVCache, drafting: bool

@@ -1,7 +1,8 @@
 """A draft that reads hidden states, for all sequences of an engine: one forward drafts for many."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -30,7 +31,7 @@ class SharedDraft:
         """`length`: tokens of a sequence, at most. Any beginning of a row can be reused."""
         session = draft.begin(rows, length, slack=length)
         assert hasattr(session, "reuse"), "a draft that reads hidden states has a session with rows"
-        self.session = cast(RowsSession, session)
+        self.session, self.layers = cast(RowsSession, session), draft.target_layer_ids
         self.pending: list[list[Pending]] = [[] for _ in range(rows)]
         self.unobserved = [0] * rows  # tokens of `pending`
         self.left = dict[int, None]()  # rows without a sequence, with something pending
@@ -80,11 +81,17 @@ class SharedDraft:
     ) -> Proposal:
         """last [B], the last verified token of each of these rows -> what may follow, in at most `width`
         positions."""
+        with self.observed(rows) as session:
+            return session.propose(last, width, RowSamplers.of(samplers))
+
+    @contextmanager
+    def observed(self, rows: Sequence[int]) -> Iterator[RowsSession]:
+        """A session of these rows, for which nothing is pending any more."""
         taken = [self._taken(row) for row in rows]
         with self.session.of(rows) as session:
             if any(taken):
                 session.observe(*stacked([_formed(pending) if pending else None for pending in taken]))
-            return session.propose(last, width, RowSamplers.of(samplers))
+            yield session
 
     def _taken(self, row: int) -> list[Pending]:
         """What was pending in this row, and is no longer."""

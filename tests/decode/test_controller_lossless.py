@@ -52,6 +52,12 @@ class Dice:
         self.rested.add(steps)
         return steps
 
+    def chain_cut(self):
+        return None
+
+    def was_cut(self, proposal, positions, again):
+        self.verified.add(positions)
+
     def cut(self, proposal):
         return cut(proposal, self.dice.randint(1, proposal.tokens.shape[1]))
 
