@@ -62,7 +62,7 @@ $(BIN)/llama-server: $(STAMP) requirements-oracle.txt
 	tar --extract --gzip --file build/llama.cpp/*.tar.gz --directory build/llama.cpp --strip-components 1
 	$(PIP) install --quiet $(WHEELS) cmake==4.4.5
 	$(BIN)/cmake -S build/llama.cpp/vendor/llama.cpp -B build/llama.cpp/build -DCMAKE_BUILD_TYPE=Release $(SERVER_ALONE) $(CMAKE_ARGS)
-	$(BIN)/cmake --build build/llama.cpp/build --target llama-server --parallel
+	$(BIN)/cmake --build build/llama.cpp/build --target llama-server --parallel $$(getconf _NPROCESSORS_ONLN)
 	cp build/llama.cpp/build/bin/llama-server $@ && rm -rf build/llama.cpp
 
 demo: $(STAMP)

@@ -251,14 +251,14 @@ class Loop:
                 return None
             if made is played.rounds[-1] and not played.finite:
                 raise not_finite(f"step {trace.steps + 1}", "target")
-            path = [list(range(len(made.tokens)))]
+            path, began = [list(range(len(made.tokens)))], time.perf_counter()
             with trace.timed("rest"):
                 self.controller.was_cut(made.offered, made.verified, again=i > 0)
                 self.rows.emit(b, made.tokens)
                 trace.add(1, [b], [made.verified - 1], [len(made.tokens) - 1], seconds=sum(made.seconds))
                 self.controller.learn(made.offered, path)
             trace.spent("draft", made.seconds[0], within="verify")
-            self._note(len(made.tokens), sum(made.seconds))
+            self._note(len(made.tokens), sum(made.seconds) + time.perf_counter() - began)
         if played.rounds:
             self.last = torch.tensor([played.rounds[-1].tokens[-1]])
         if played.offered is None or self.rows.done[b]:

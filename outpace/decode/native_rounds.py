@@ -1,5 +1,6 @@
 """Rounds of one row, several in one native call: a round of a small target is not to wait for Python."""
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -64,7 +65,7 @@ class NativeRounds:
         SECONDS, or the text got `left` more tokens or one of `stop`; at least the draft of one. `session` has
         observed all but the states of the last. None where programs do not draft so, or no verify pass was
         made yet: a pass is made where Python first needs one of its size."""
-        target = self.target
+        began, target = time.perf_counter(), self.target
         if target is None or not isinstance(session, DFlashSession) or type(rule) not in (Match, Gumbel):
             return None
         passes = verify_passes(target, cache, width, session.draft.target_layer_ids)
@@ -88,7 +89,7 @@ class NativeRounds:
                 held.enter_context(context.lock)
             chain.temperatures.fill_(rule.sampler.temperature if coupled else 0)
             made = rounds.run(row, most, cut())
-            return self._played(made, rounds, cache, session, rule)
+            return self._played(made, rounds, cache, session, rule, began)
 
     def _table(self, chain: NativeChain, contexts: list[NativeContext], session: DFlashSession) -> Rounds:
         width = len(contexts)
@@ -100,18 +101,22 @@ class NativeRounds:
         return known
 
     def _played(
-        self, made: Made, rounds: Rounds, cache: KVCache, session: DFlashSession, rule: Match
+        self,
+        made: Made,
+        rounds: Rounds,
+        cache: KVCache,
+        session: DFlashSession,
+        rule: Match,
+        began: float,
     ) -> Played:
-        """What the caches and the rule know of them afterwards."""
+        """What the caches and the rule know of them afterwards. Each round bears its share of what the call
+        took besides."""
         offered = [
             HostProposal([tokens], [len(tokens)], None, [survival], cache.device)
             for tokens, survival in zip(made.chains, made.survival, strict=True)
         ]
         drafted = (offered[-1], made.seconds[-1][0]) if made.offered else None
-        played = [
-            Round(*parts) for parts in zip(offered, made.verified, made.kept, made.seconds, strict=False)
-        ]
-        if not played:
+        if not made.kept:
             return Played([], drafted, None, True)
         kept = [len(tokens) for tokens in made.kept]
         (start,), written = cache.lengths, sum(kept)
@@ -120,7 +125,12 @@ class NativeRounds:
         cache.rewind([start + written])
         rule.went_ahead(written)
         session.cache.extend([written if made.offered else written - kept[-1]])
-        self.seconds = sum(map(sum, made.seconds)) / len(played)
+        self.seconds = (time.perf_counter() - began) / len(kept)
+        besides = self.seconds - sum(map(sum, made.seconds)) / len(kept)
+        played = [
+            Round(offered[i], n, made.kept[i], (draft, verify + besides))
+            for i, (n, (draft, verify)) in enumerate(zip(made.verified, made.seconds, strict=False))
+        ]
         last, states = rounds.passes[made.verified[-1]], None
         if not made.offered:
             states = States(last.tokens.view(1, -1).clone(), last.aux.clone(), [kept[-1]])

@@ -65,7 +65,7 @@ void play_rounds(const Rounds *o) {
         n = !survive(o, survival) ? 1 : o->seconds ? cut_at(o, survival, r ? 0 : o->settle) : N;
         pass = o->passes + n;
         long drafted = now();
-        nanoseconds[0] = drafted - began;
+        nanoseconds[0] = drafted - began, nanoseconds[1] = 0;
         if (n == 1 || !pass->step) { *o->offered = 1; return; }
         memcpy(pass->tokens, tokens, n * sizeof(int64_t)), *pass->start = o->start + written, *pass->counts = n;
         run(pass->step);

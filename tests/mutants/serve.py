@@ -375,4 +375,20 @@ MUTANTS = [
         "while False:",
         "tests/serve/test_shared_draft.py",
     ),
+    (
+        "a request alone stays at its place after rounds in one call",
+        "outpace/serve/engine.py",
+        "        sequence.cached = cache.lengths[0]\n",
+        "",
+        "tests/serve/test_rounds_alone.py",
+    ),
+    (
+        "a client who has seen enough is shown the rest of a call",
+        "outpace/serve/engine.py",
+        """            if not sequence.done:
+                path = [list(range(len(made.tokens)))]""",
+        """            if True:
+                path = [list(range(len(made.tokens)))]""",
+        "tests/serve/test_rounds_alone.py",
+    ),
 ]
