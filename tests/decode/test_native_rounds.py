@@ -16,6 +16,7 @@ from outpace.decode.controller import Adaptive, ChainCut, Fixed
 from outpace.decode.generate import generate
 from outpace.decode.native_rounds import NativeRounds
 from outpace.decode.request import Request
+from outpace.drafts.base import HostProposal
 from outpace.drafts.tree import cut
 from outpace.kernels import bindings
 from outpace.models.load import build, named_tensors
@@ -24,6 +25,7 @@ from outpace.ops.sampling import Sampling
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
 TEXT = [t % 19 for t in tiny.tokens(300, seed=5).tolist()]
 SELECTOR = {"selector_rank": 8, "selector_top_k": 5, "head_dim": 8}
+LINEAR = [0.0, *(1 + 0.4 * n for n in range(12))]  # seconds
 WINDOW = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
 
 
@@ -181,6 +183,26 @@ def test_a_controller_learns_of_each_round(embedded, pace, monkeypatch):
     assert len(got.trace.predicted) == len(learnt)
 
 
+def test_a_controller_remembers_a_round_of_a_call_as_any_other(embedded):
+    target, draft = embedded
+    costs = costs_of(target, draft, 0.05)
+    one, many = Adaptive(costs), Adaptive(costs)
+    survival = [0.99**i for i in range(12)]
+    offered = HostProposal([list(range(12))], [12], None, [survival], target.device)
+    for controller in (one, many):
+        controller.begin(12, 1000)
+    for turn, kept in enumerate((12, 5, 9, 12, 2)):
+        assert one.width([100]) == 12
+        n = one.cut(offered).width
+        if not turn:
+            assert many.width([100]) == 12
+        many.was_cut(offered, n, again=turn > 0)
+        for controller in (one, many):
+            controller.learn(cut(offered, n), [list(range(min(kept, n)))])
+        assert many.predicted == one.predicted
+        assert vars(many.history) == vars(one.history)
+
+
 class Deciding(Fixed):
     """Cuts by given numbers."""
 
@@ -210,16 +232,21 @@ class Deciding(Fixed):
 
 
 def test_a_cut_has_the_most_worth(embedded, played):
-    """At random costs and trust, of the chains that the draft really proposes."""
+    """At random costs and trust, of the chains that the draft really proposes; and where only the first round
+    of a call has to settle."""
     target, draft = embedded
     random, lengths = torch.Generator().manual_seed(7), set()
-    for turn in range(30):
+    settling = [ChainCut(rate, LINEAR, 4.0, [1.0] * 12) for rate in (0.8, 1.2, 1.6)]
+    for n in range(2, 13):  # all passes are there then
+        generate(target, [PROMPT], Request(max_new_tokens=6), draft, controller=Fixed(n))
+    for turn in range(23):
         spread = torch.rand(12, generator=random).double().sort().values
         seconds = [0.0, *(1 + 6 * spread).tolist()]
-        trust = [1.0, *(0.6 + torch.rand(11, generator=random)).tolist()]
-        given = ChainCut(0.05 + float(torch.rand((), generator=random)), seconds, 0.9, trust)
+        trust = [1.0, *(0.2 + torch.rand(11, generator=random)).tolist()]
+        given = ChainCut(0.05 + 2 * float(torch.rand((), generator=random)), seconds, 0.3, trust)
+        given = given if turn < 20 else settling[turn - 20]
         played.clear()
-        generate(target, [PROMPT], Request(max_new_tokens=40), draft, controller=Deciding(given))
+        generate(target, [PROMPT], Request(max_new_tokens=100), draft, controller=Deciding(given))
         chosen = [
             (made.offered.stated[0], made.verified, i == 0)
             for done in played
@@ -230,13 +257,17 @@ def test_a_cut_has_the_most_worth(embedded, played):
             worth = Deciding(given).worth(survival, first)
             assert worth[verified - 1] == pytest.approx(max(worth), abs=1e-12), turn
             lengths.add(verified)
+        for done in filter(None, played):
+            if done.offered is not None:
+                worth = Deciding(given).worth(done.offered[0].stated[0], first=not done.rounds)
+                assert worth[0] == pytest.approx(max(worth), abs=1e-12), turn
     assert len(lengths) > 4
 
 
 def test_rounds_that_are_cut_are_those_made_one_by_one(embedded, monkeypatch, played):
     """Many in a call, of other lengths each."""
     target, draft = embedded
-    given = ChainCut(0.8, [0.0, *(1 + 0.4 * n for n in range(12))], 0.0, [1.0] * 12)
+    given = ChainCut(0.8, LINEAR, 0.0, [1.0] * 12)
     request = Request(max_new_tokens=120)
     want = one_by_one(monkeypatch, target, [PROMPT], request, draft, controller=Deciding(given))
     for _ in range(2):  # the second time all passes are there
