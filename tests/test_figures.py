@@ -120,11 +120,9 @@ def test_what_the_results_say_of_problems():
         for row in report("answers")["results"]
         if row["method"] == "DFlash 2" and row["controller"] and not row["temperature"]
     ]
-    worst = min(rows, key=lambda row: row["speedup"])
-    lost = f"with it {worst['family']} lose the most, {1 - worst['speedup']:.0%}".replace("%", " %")
-    assert f"{lost}." in page("embedded.md")
-    (idle,) = (row["tau"] for row in rows if row["family"] == "strings")
-    assert idle < 1.2 and "hardly any in strings" in page("embedded.md")
+    least = min(rows, key=lambda row: row["speedup"])
+    gained = f"with it {least['family']} gain the least, {least['speedup'] - 1:.0%}".replace("%", " %")
+    assert least["speedup"] > 1 and f"{gained}." in page("embedded.md")
 
 
 def test_tokens_that_the_embedded_model_has_seen():
@@ -173,7 +171,7 @@ def test_what_the_drafts_bring():
     fixed, steered = ([row["speedup"] for row in rows if row["controller"] is on] for on in (False, True))
     text = page("controller.md")
     assert f"brings {fixed[0]:.2f} times plain decoding at its full length and {steered[0]:.2f} times" in text
-    assert f"where it does not pay, {fixed[1]:.2f} and {steered[1]:.2f} times" in text
+    assert f"at 0.8 it brings {fixed[1]:.2f} and {steered[1]:.2f} times" in text
     counts = defaultdict[float, list[int]](list)
     for row in results:
         if row["family"] == "all" and row["method"] not in ("llama.cpp", "plain"):
