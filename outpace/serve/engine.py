@@ -134,16 +134,20 @@ class Engine:
             self.arrival.notify()
 
     def warm_up(self, draft: Draft | None) -> None:
-        """A sequence of any tokens that drafts in every step: what is built at its first use is there then,
-        and no request waits for it, nor does the controller take it for the draft's time."""
+        """Sequences of any tokens that draft in every step, in proposals of each length: what is built at its
+        first use is there then, and no request waits for it, nor does the controller take it for the time of
+        a step."""
         if self.config.max_model_len < 2:
             return
-        controller, self.controller = self.controller, Fixed(self.block)
-        self.controller.begin(self.block)
-        request = Request(max_new_tokens=min(FEW, self.config.max_model_len - 1))
-        self.add(Sequence(prompt=[0], request=request, on_tokens=lambda _: None, draft=draft))
-        while self.wait(0):
-            self.step()
+        controller, shortest = self.controller, self.block if draft is None else 2
+        for positions in range(self.block, shortest - 1, -1):
+            self.controller = Fixed(positions)
+            self.controller.begin(self.block)
+            longest = FEW if positions == self.block else 2 * positions
+            request = Request(max_new_tokens=min(longest, self.config.max_model_len - 1))
+            self.add(Sequence(prompt=[0], request=request, on_tokens=lambda _: None, draft=draft))
+            while self.wait(0):
+                self.step()
         self.controller = controller
 
     def wait(self, seconds: float) -> bool:

@@ -196,8 +196,8 @@ MUTANTS = [
     (
         "a warm-up that keeps its own controller",
         "outpace/serve/engine.py",
-        "            self.step()\n        self.controller = controller",
-        "            self.step()",
+        "                self.step()\n        self.controller = controller",
+        "                self.step()",
         "tests/serve/test_engine.py",
     ),
     (
