@@ -97,7 +97,8 @@ def auto_controller(
             return Adaptive(for_rows(greedy)), note
         note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"full draft length in every step: {note}{more}"
-    costs = measure_costs(target, tokenizer, draft, rule, [256], [1], 0.5)
+    batches = [1, 2] if rows > 1 else [1]  # rounds of one row may be native calls, those of many are not
+    costs = measure_costs(target, tokenizer, draft, rule, [256], batches, 0.5)
     if costs.busy:  # a target that is measured so soon is fast: drafting costs more than it, if in doubt
         return Fixed(1), "no draft tokens: the machine is too busy to measure costs (outpace calibrate)"
     note = f"draft length chosen by costs measured in about {expected:.1f} s"
