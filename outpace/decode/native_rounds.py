@@ -17,6 +17,7 @@ from outpace.models.native_step import stop_ids, verify_passes
 from outpace.ops.dispatch import ChainCut, Made, Rounds, Row
 
 MOST = 8  # rounds of a call
+MOST_TABLES = 16  # that are kept: one for each number of positions
 
 
 class Round(NamedTuple):
@@ -47,7 +48,7 @@ class NativeRounds:
     def __init__(self, target: Target, wanted: bool = True) -> None:
         """`wanted`: logits and noise alone say what comes."""
         self.target = target if wanted and isinstance(target, Decoder) and target.native else None
-        self.tables: dict[tuple[NativeChain, int], Rounds] = {}
+        self.tables: dict[tuple[object, ...], Rounds] = {}  # by programs, which they keep alive
         self.seconds = SECONDS  # of a round
 
     def play(
@@ -92,12 +93,14 @@ class NativeRounds:
             return self._played(made, rounds, cache, session, rule, began)
 
     def _table(self, chain: NativeChain, contexts: list[NativeContext], session: DFlashSession) -> Rounds:
-        width = len(contexts)
-        known = self.tables.get((chain, width))
+        key = chain, *contexts
+        known = self.tables.get(key)
         if known is None:
-            softness = session.draft.config.temperatures[: width - 1]
+            if len(self.tables) == MOST_TABLES:
+                del self.tables[next(iter(self.tables))]
+            softness = session.draft.config.temperatures[: len(contexts) - 1]
             known = Rounds(chain.of_round, [c.of_round for c in contexts], softness, MOST)
-            self.tables[chain, width] = known
+            self.tables[key] = known
         return known
 
     def _played(

@@ -13,7 +13,7 @@ from outpace.kernels.program import Program
 
 class VerifyPass(NamedTuple):
     """A step of one row of n tokens: tokens [1, n], start and counts [1], best [1, n], logits [1, n, V] and
-    aux [layers, 1, n, C]; `odd` as of `Program.argmax`."""
+    aux [layers, 1, n, C]; `odd` as of `Program.argmax`. `owner`: what else the program reads."""
 
     program: Program
     tokens: Tensor
@@ -23,6 +23,7 @@ class VerifyPass(NamedTuple):
     odd: ctypes.c_int64
     logits: Tensor
     aux: Tensor
+    owner: object
 
 
 class Context(NamedTuple):

@@ -339,7 +339,7 @@ class NativeStep:
             return None
         self._over(cache)
         inputs = self.tokens, self.pieces[0].start_tensor, self.pieces[0].counts_tensor
-        return VerifyPass(self.program, *inputs, self.best, self.odd, self.logits, self.aux)
+        return VerifyPass(self.program, *inputs, self.best, self.odd, self.logits, self.aux, self)
 
     def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> Output:
         """tokens [B, T] -> copies of the buffers. Raises IndexError, as an embedding does, for a token

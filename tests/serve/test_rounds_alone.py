@@ -11,6 +11,7 @@ from test_engine import request as ending
 
 from outpace.decode.controller import Fixed
 from outpace.decode.native_rounds import NativeRounds
+from outpace.drafts import native
 from outpace.drafts.dflash import BoundDFlash
 from outpace.kernels import bindings
 from outpace.models.load import build, named_tensors
@@ -49,10 +50,12 @@ def engine_of(family, **how):
     return model, bound, Engine(model, CONFIG, [bound], **how)
 
 
+@pytest.mark.parametrize("programs", [64, 3])  # that a draft keeps
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_one_after_the_other_and_together(family, temperature, played):
+def test_one_after_the_other_and_together(family, temperature, programs, played, monkeypatch):
     """Some go on where another's text ended, whose last states the draft has yet to observe."""
+    monkeypatch.setattr(native, "MOST_PROGRAMS", programs)
     model, draft, engine = engine_of(family, controller=Fixed(5))
     rng, texts, accepted = random.Random(5), [PROMPT], 0
     for turn in range(12):
