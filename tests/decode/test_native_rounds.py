@@ -17,6 +17,7 @@ from outpace.decode.generate import generate
 from outpace.decode.native_rounds import NativeRounds
 from outpace.decode.request import Request
 from outpace.drafts.base import HostProposal
+from outpace.drafts.dflash_native import NativeContext
 from outpace.drafts.tree import cut
 from outpace.kernels import bindings
 from outpace.models.load import build, named_tensors
@@ -337,3 +338,21 @@ def test_other_rules_are_left_to_python(embedded, changes, played):
     generate(target, [PROMPT], request, draft, controller=Fixed(12), rng=torch.Generator().manual_seed(1))
     generate(target, [PROMPT, PROMPT[:40]], Request(max_new_tokens=12), draft, controller=Fixed(12))
     assert not any(played)
+
+
+def test_programs_that_a_draft_has_dropped_are_run_no_more(embedded, monkeypatch, played):
+    """It keeps few, and makes them again."""
+    target, draft = embedded
+    elsewhere, dropped = draft.begin(1, 400).cache, []
+
+    def drop(b, new):
+        programs = draft.draft.native_programs
+        for key in [key for key in programs if key[0] is NativeContext]:
+            dropped.append(programs.pop(key))
+            dropped[-1].rings.point_to(elsewhere.rings)
+
+    monkeypatch.setattr(native_rounds, "MOST", 3)
+    given = target, [PROMPT], Request(max_new_tokens=90), draft
+    want = one_by_one(monkeypatch, *given, controller=Fixed(12))
+    alike(generate(*given, controller=Fixed(12), on_tokens=drop), want)
+    assert len(dropped) > 20 and rounds_of(played) > 5

@@ -573,4 +573,11 @@ MUTANTS = [
             pass""",
         "tests/decode/test_native_rounds.py",
     ),
+    (
+        "rounds in one call run programs that a draft has dropped",
+        "outpace/decode/native_rounds.py",
+        "key = chain, *contexts",
+        "key = chain, len(contexts)",
+        "tests/decode/test_native_rounds.py",
+    ),
 ]
