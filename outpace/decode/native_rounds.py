@@ -42,7 +42,7 @@ class Played(NamedTuple):
 
 
 class NativeRounds:
-    """Of a DFlash with a selector, whose chains are as they would be one by one, under a rule that goes by
+    """Of a DFlash with a selector, with chains as they would be one by one, under a rule that goes by
     the target's own tokens. What is cut goes by what was learnt before the call."""
 
     def __init__(self, target: Target, wanted: bool = True) -> None:

@@ -126,7 +126,7 @@ class Rounds:
 
     def run(self, row: Row, most: int, cut: ChainCut | None) -> Made:
         """Up to `most` rounds. A call ends early with the row, with odd logits, and with a chain of which no
-        token is worth verifying, or whose pass is not in use."""
+        token is worth verifying, or with a pass that is not in use."""
         address = ctypes.addressof
         chain, some, stops = self.chain, next(iter(self.passes.values())), row.stops
         assert most <= self.most and (row.keys is None or len(row.keys) >= most * self.N)

@@ -140,19 +140,19 @@ def test_what_they_remember_serves_the_rounds_after(embedded, monkeypatch, playe
     assert rounds_of(played) > 4 and got.trace.tau > 1.5
 
 
-def costs_of(model, draft, pace):
+def costs_of(model, draft, rise):
     costs = calibrate(model, draft, TEXT, contexts=(20,), seconds=1e-6)
     n = len(costs.widths)
-    cheap = {"verify": tuple(1 + pace * i for i in range(n)), "draft": (0.0, *[0.5] * (n - 1)), "plain": 1.0}
+    cheap = {"verify": tuple(1 + rise * i for i in range(n)), "draft": (0.0, *[0.5] * (n - 1)), "plain": 1.0}
     beside = dict.fromkeys(("rest", "idle", "show", "wake", "settle"), 0.05)
     return replace(costs, points=tuple(replace(p, **cheap, **beside) for p in costs.points), acceptance=0.8)
 
 
-@pytest.mark.parametrize("pace", [0.05, 0.2, 0.6])
-def test_a_controller_cuts_the_same(embedded, pace, monkeypatch, played):
+@pytest.mark.parametrize("rise", [0.05, 0.2, 0.6])
+def test_a_controller_cuts_the_same(embedded, rise, monkeypatch, played):
     """Where it learns of every round before the next, as in Python."""
     target, draft = embedded
-    costs, request = costs_of(target, draft, pace), Request(max_new_tokens=150)
+    costs, request = costs_of(target, draft, rise), Request(max_new_tokens=150)
     want = one_by_one(monkeypatch, target, [PROMPT], request, draft, controller=Adaptive(costs))
     played.clear()
     monkeypatch.setattr(native_rounds, "MOST", 1)
@@ -162,13 +162,13 @@ def test_a_controller_cuts_the_same(embedded, pace, monkeypatch, played):
         assert [p[:2] for p in got.trace.predicted] == [p[:2] for p in want.trace.predicted]
     lengths = {n for step in got.trace.nodes for n in step}
     assert rounds_of(played) > 5 and len(lengths) > 2
-    assert any(done.offered is not None for done in played if done is not None) or pace < 0.6
+    assert any(done.offered is not None for done in played if done is not None) or rise < 0.6
 
 
-@pytest.mark.parametrize("pace", [0.05, 0.6])
-def test_a_controller_learns_of_each_round(embedded, pace, monkeypatch):
+@pytest.mark.parametrize("rise", [0.05, 0.6])
+def test_a_controller_learns_of_each_round(embedded, rise, monkeypatch):
     target, draft = embedded
-    costs, request = costs_of(target, draft, pace), Request(max_new_tokens=150)
+    costs, request = costs_of(target, draft, rise), Request(max_new_tokens=150)
     controller, learnt, learn = Adaptive(costs), [], Adaptive.learn
 
     def watched(self, proposal, path, seconds=None):

@@ -54,7 +54,7 @@ def engine_of(family, **how):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_one_after_the_other_and_together(family, temperature, programs, played, monkeypatch):
-    """Some go on where another's text ended, whose last states the draft has yet to observe."""
+    """Some go on where another's text ended; its last states are still to be observed."""
     monkeypatch.setattr(native, "MOST_PROGRAMS", programs)
     model, draft, engine = engine_of(family, controller=Fixed(5))
     rng, texts, accepted = random.Random(5), [PROMPT], 0
