@@ -67,8 +67,9 @@ class NativeRounds:
         observed all but the states of the last. None where programs do not draft so, or no verify pass was
         made yet: a pass is made where Python first needs one of its size."""
         began, target = time.perf_counter(), self.target
-        if target is None or not isinstance(session, DFlashSession) or type(rule) not in (Match, Gumbel):
+        if target is None or type(session) is not DFlashSession or type(rule) not in (Match, Gumbel):
             return None
+        assert isinstance(session, DFlashSession)
         passes = verify_passes(target, cache, width, session.draft.target_layer_ids)
         parts = session.native_chain(width) if passes else None
         if parts is None:

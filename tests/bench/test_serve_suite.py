@@ -14,7 +14,7 @@ from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
 SHORT = ServeSettings(
-    concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=150, new_tokens=12, repeats=1
+    concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=150, new_tokens=60, repeats=1
 )
 
 
