@@ -97,11 +97,12 @@ def auto_controller(
             return Adaptive(for_rows(greedy)), note
         note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"full draft length in every step: {note}{more}"
-    batches = [1, 2] if rows > 1 else [1]  # rounds of one row may be native calls, those of many are not
+    # rounds of one row may be native calls, those of many are not
+    batches = [1, 2] if rows > 1 and 2 * expected <= QUICK else [1]
     costs = measure_costs(target, tokenizer, draft, rule, [256], batches, 0.5)
     if costs.busy:  # a target that is measured so soon is fast: drafting costs more than it, if in doubt
         return Fixed(1), "no draft tokens: the machine is too busy to measure costs (outpace calibrate)"
-    note = f"draft length chosen by costs measured in about {expected:.1f} s"
+    note = f"draft length chosen by costs measured in about {len(batches) * expected:.1f} s"
     try:
         write_costs(costs, folder)
     except OSError as error:

@@ -234,8 +234,9 @@ class Loop:
         """Rounds of the one row in one native call, where one can be."""
         if self.native.target is None or self.deferred is None:
             return None
-        with self.trace.timed("verify"):
+        with self.trace.timed("draft"):
             self.deferred.flush()
+        with self.trace.timed("verify"):
             text = int(self.last), self._left, self.request.stop
             given = self.cache, self.deferred.session, self.rule
             played = self.native.play(*given, *text, n, self.controller.chain_cut)

@@ -69,7 +69,6 @@ class NativeRounds:
         began, target = time.perf_counter(), self.target
         if target is None or type(session) is not DFlashSession or type(rule) not in (Match, Gumbel):
             return None
-        assert isinstance(session, DFlashSession)
         passes = verify_passes(target, cache, width, session.draft.target_layer_ids)
         parts = session.native_chain(width) if passes else None
         if parts is None:
