@@ -16,7 +16,7 @@ from outpace.api import Model, SamplingParams
 from outpace.cli.chat import ChatSession, Screen, run
 from outpace.cli.generate import answer_note
 from outpace.cli.main import main
-from outpace.decode import ahead
+from outpace.decode import ahead, native_rounds
 from outpace.decode.reuse import PrefixCache
 from outpace.drafts.lookup import NGram
 from outpace.models.decoder import Output
@@ -370,6 +370,7 @@ QUESTIONS = (
 def test_a_chat_that_remembers_answers_as_one_that_reads_all_again(draft, monkeypatch):
     """Over turns, a reset, and Ctrl-C in the middle of an answer."""
     monkeypatch.setattr(ahead, "SECONDS", 1e3)  # as many steps in a call, however long they take
+    monkeypatch.setattr(native_rounds, "SECONDS", 1e-9)  # and one round
     model = outpace.load()
     bound = outpace.load_draft(draft, model)
     sampling = SamplingParams(max_tokens=40, prefill_chunk=64)

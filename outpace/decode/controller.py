@@ -6,7 +6,7 @@ rule, nothing else."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
@@ -34,7 +34,10 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
-PACE_FADE = 0.9  # weight that autoregressive steps leave to what earlier ones took
+TIMED_FADE = 0.98  # weight that a timed step leaves to earlier ones
+PRIOR_STEPS = 4  # timed steps that the table's seconds count as
+TIMED = 24  # autoregressive steps by the clock before drafting is judged by them ..
+TIMED_ROUNDS = 256  # .. and steps with draft tokens after which some are timed again
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
 
@@ -51,9 +54,10 @@ class Controller(Protocol):
         included."""
         ...
 
-    def width(self, lengths: Sequence[int]) -> int:
+    def width(self, lengths: Sequence[int], company: int = 0) -> int:
         """Positions to draft, root included: 2 to `block`, or 1 for an autoregressive step. lengths: cached
-        tokens of each row."""
+        tokens of each row; `company`: of so many rows that decode together once the prompts of the others
+        are read."""
         ...
 
     def rest(self, most: int) -> int:
@@ -98,7 +102,7 @@ class Fixed:
     def begin(self, block: int, tokens: int | None = None) -> None:
         self.block = block
 
-    def width(self, lengths: Sequence[int]) -> int:
+    def width(self, lengths: Sequence[int], company: int = 0) -> int:
         return min(self.positions, self.block)
 
     def rest(self, most: int) -> int:
@@ -226,7 +230,8 @@ class Adaptive:
 
     Where no n beats autoregressive decoding, drafting rests and is probed. An account of the seconds lost
     against autoregressive decoding bounds the probes to PROBE_SHARE of the time. One controller can serve
-    many generations: acceptance counts are kept at half their weight, the account starts anew.
+    many generations: acceptance counts are kept at half their weight, the account starts anew. `paces`:
+    of each kind of step, where the clock has a say.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -242,7 +247,8 @@ class Adaptive:
         self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
-        self.pace = 1.0  # seconds of autoregressive steps by the clock, over predicted ones
+        self.paces: dict[tuple[int, bool], Pace] = {}
+        self._kind = 1, False  # of the last step: its rows, and whether the prompts of others were read
         self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
@@ -257,15 +263,23 @@ class Adaptive:
         self.verified = 1
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
-    def width(self, lengths: Sequence[int]) -> int:
-        if self.wait and len(lengths) == self._costs.rows:  # as in the step before: a rest is to cost nothing
+    def width(self, lengths: Sequence[int], company: int = 0) -> int:
+        kind = len(lengths), company > len(lengths)
+        if self.wait and kind == self._kind:  # as in the step before: a rest is to cost nothing
             self.wait -= 1
             self.rested += 1
             self._width, self._plain, self.predicted = 1, 1, self._costs.resting(1)
             return 1
-        self.wait = 0
-        now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
-        width = self._decide(now)
+        self.wait, self._kind, context = 0, kind, sum(lengths) / len(lengths)
+        now = self._costs = self._step_costs(kind, context)
+        if company > len(lengths):  # tokens that are not drafted now come at the rate of all
+            least = min(now.worth, self._step_costs((company, False), context).worth)
+            now = self._costs = replace(now, worth=least)
+        pace = self.paces.get(kind)
+        if pace is None or pace.known or self.always:
+            width = self._decide(now)
+        else:
+            width, self._pause, self.wait = 1, GAP, GAP - 1
         self._width, self._draft_seconds = width, now.draft[width] + (now.wake if self.rested else 0.0)
         if width == 1:
             self.rested += 1
@@ -292,10 +306,12 @@ class Adaptive:
             self.history.fade(REST_FADE ** (self._pause / GAP))
         gains = [now.rows * x for x in self.history.forecast(self.states_survival)]
         best = fastest(gains, now.step, least=2)
-        plain, drafting = now.rows / now.step[1], sum(gains[:best]) / now.step[best]
+        plain, drafting = 1 / now.worth, sum(gains[:best]) / now.step[best]
         pays, self._rate = drafting > plain, max(drafting, plain)
         settle = self._settle
-        price = now.step[best] - now.step[1] + settle + (now.wake if self.rested else 0.0)
+        # by the clock a step with draft tokens may be the shorter
+        price = max(now.step[best] - now.step[1], now.draft[best])
+        price += settle + (now.wake if self.rested else 0.0)
         share = CREDIT_SHARE * self.tokens * now.step[1]
         if self.account is None:
             self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1], share)
@@ -376,15 +392,29 @@ class Adaptive:
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         assert self.predicted is not None and self.account is not None, "width comes first"
         now, expected = self._costs, self.predicted[1]
-        seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
+        if seconds is None:
+            seconds = expected
+        else:
+            seconds = min(seconds, SLOWEST * expected)
+            self._time(seconds)
         self.account += self._plain * now.allowed
         if self._width == 1:
-            self.pace = PACE_FADE * self.pace + (1 - PACE_FADE) * seconds / expected
             return
         tokens, besides = now.resting(self._plain)
-        self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides, self.pace)
+        self.account += now.gained(sum(map(len, path)) - tokens, seconds - besides)
         for row, n, positions in zip(self._rows, proposal.counts, path, strict=True):
             self.history.add(row, self._width, min(n, self.verified), positions)
+
+    def _time(self, seconds: float) -> None:
+        assert self.predicted is not None
+        (plain, drafting), expected = self._costs.ratios, self.predicted[1]
+        pace = self.paces.setdefault(self._kind, Pace())
+        if self._width == 1:
+            pace.plain.add(seconds, expected / plain, self._plain)
+            pace.since = 0
+        else:
+            pace.drafting.add(seconds, expected / drafting)
+            pace.since += 1
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"
@@ -402,14 +432,54 @@ class Adaptive:
         """Seconds that a verify pass takes beyond the usual, after a step of one position."""
         return self._costs.settle if self.verified == 1 else 0.0
 
-    def _step_costs(self, rows: int, context: float) -> "StepCosts":
-        """Formed once for all controllers of these costs: it takes as long as a step of a small target."""
-        key = rows, int(context) // STRETCH, len(self.history.tried)
+    def _step_costs(self, kind: tuple[int, bool], context: float) -> "StepCosts":
+        """By the clock where it has a say. The table's are formed once for all controllers of these costs: it
+        takes as long as a step of a small target."""
+        key = kind[0], int(context) // STRETCH, len(self.history.tried)
         known: StepCosts | None = self.costs.derived.get(key)
         if known is None:
-            known = StepCosts.of(self.costs, rows, (key[1] + 0.5) * STRETCH, key[2])
+            known = StepCosts.of(self.costs, key[0], (key[1] + 0.5) * STRETCH, key[2])
             self.costs.derived[key] = known
-        return known
+        pace = self.paces.get(kind)
+        return known if pace is None else known.at(pace.plain.ratio, pace.drafting.ratio)
+
+
+@dataclass
+class Timed:
+    """Steps of one kind: fading sums of their seconds, by the clock and by the table; the table's count as
+    those of PRIOR_STEPS. `steps`: how many were timed."""
+
+    taken: float = 0.0
+    predicted: float = 0.0
+    steps: int = 0
+
+    def add(self, seconds: float, predicted: float, steps: int = 1) -> None:
+        """The first of its kind says nothing: it may build its program."""
+        if self.steps:
+            keep = TIMED_FADE**steps
+            self.taken, self.predicted = keep * self.taken + seconds, keep * self.predicted + predicted
+        else:
+            self.taken = self.predicted = PRIOR_STEPS * predicted / steps
+        self.steps += steps
+
+    @property
+    def ratio(self) -> float:
+        return self.taken / self.predicted if self.steps else 1.0
+
+
+@dataclass
+class Pace:
+    """Steps of one number of rows by the clock: autoregressive ones, and those with draft tokens. A table is
+    of another hour, and of fewer rows."""
+
+    plain: Timed = field(default_factory=Timed)
+    drafting: Timed = field(default_factory=Timed)
+    since: int = 0  # steps with draft tokens after the last autoregressive one
+
+    @property
+    def known(self) -> bool:
+        """Whether autoregressive steps were timed often and lately enough to judge drafting by them."""
+        return self.plain.steps >= TIMED and self.since < TIMED_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -417,7 +487,7 @@ class StepCosts:
     """Seconds of a step of `rows` rows at one context, by number of positions (index 0 unused): of the draft,
     of all else after it, of a whole step (with 1, without the draft). `show`: of an autoregressive step's
     token, observed later; `wake`: of the first proposal after a rest, beyond `draft`; `settle`: of the first
-    verify pass after steps without one."""
+    verify pass after steps without one; `worth`: of a token that is not drafted."""
 
     rows: int
     draft: list[float]
@@ -426,6 +496,8 @@ class StepCosts:
     show: float
     wake: float
     settle: float
+    worth: float
+    ratios: tuple[float, float] = (1.0, 1.0)  # to the table's, of autoregressive steps and of drafting ones
 
     @cached_property
     def allowed(self) -> float:
@@ -437,10 +509,16 @@ class StepCosts:
         """Tokens of all rows and seconds of n autoregressive steps."""
         return n * self.rows, n * (self.step[1] + self.show)
 
-    def gained(self, tokens: int, seconds: float, pace: float = 1.0) -> float:
-        """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`, which take
-        `pace` times the predicted time."""
-        return PROBE_SHARE * seconds + pace * self.step[1] * tokens / self.rows - seconds
+    def gained(self, tokens: int, seconds: float) -> float:
+        """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`."""
+        return PROBE_SHARE * seconds + self.worth * tokens - seconds
+
+    def at(self, plain: float, drafting: float) -> "StepCosts":
+        """With steps that take so many times as long."""
+        draft, others, step = ([drafting * x for x in part] for part in (self.draft, self.others, self.step))
+        step[1] = plain * self.step[1]
+        lone, worth = (drafting * self.wake, drafting * self.settle), step[1] / self.rows
+        return StepCosts(self.rows, draft, others, step, plain * self.show, *lone, worth, (plain, drafting))
 
     @staticmethod
     def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":
@@ -451,7 +529,7 @@ class StepCosts:
         step[1] = costs.round_seconds(1, context, rows)
         others[1] = costs.lone_seconds(context, rows) + rest
         show, wake, settle = (f(rows) for f in (costs.show_seconds, costs.wake_seconds, costs.settle_seconds))
-        return StepCosts(rows, draft, others, step, show, wake, settle)
+        return StepCosts(rows, draft, others, step, show, wake, settle, step[1] / rows)
 
 
 def best_at(rate: float, gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:

@@ -86,7 +86,7 @@ def _of_all(outs: Sequence[Output], assembled: Callable[[list[Array], int], Arra
     )
 
 
-MOST_STEPS = 128  # that a model keeps: a step for each size
+MOST_STEPS = 512  # that a model keeps, a step for each size: of some 15 kB for each layer
 MOST_ROWS = 512  # of a step's buffers
 ALONE = 2**15  # numbers that torch copies by one thread (at::internal::GRAIN_SIZE)
 

@@ -279,7 +279,7 @@ class Engine:
         began = time.perf_counter()
         drafting = any(s.draft is not None for s in some)
         cache = self.cache.of([s.row for s in some], [s.cached for s in some])
-        n = self.controller.width(cache.lengths) if drafting else 1
+        n = self.controller.width(cache.lengths, len(self.running)) if drafting else 1
         drafted, played = None, self._play(some[0], n, cache) if n > 1 else None
         if played is not None:
             drafted, seconds = played.offered or (None, 0.0)
@@ -326,19 +326,22 @@ class Engine:
         if not sequence.request.runs_ahead or sequence.on_logits is not None:
             return None
         text = sequence.rule, sequence.last, sequence.left, sequence.request.stop
+        began = time.perf_counter()
         with shared.observed([sequence.row]) as session:
             played = self.native.play(cache, session, *text, width, self.controller.chain_cut)
         if played is None:
             return None
         if not played.finite:
             raise not_finite(f"round {self.rounds}", "target")
+        drafted = 0.0 if played.offered is None else played.offered[1]
+        besides = time.perf_counter() - began - drafted - sum(sum(made.seconds) for made in played.rounds)
         for i, made in enumerate(played.rounds):
             if not sequence.done:
                 path = [list(range(len(made.tokens)))]
                 self.controller.was_cut(made.offered, made.verified, again=i > 0)
                 sequence.count(made.verified - 1, len(made.tokens) - 1)
                 sequence.emit(made.tokens)
-                self.controller.learn(made.offered, path, sum(made.seconds))
+                self.controller.learn(made.offered, path, sum(made.seconds) + besides / len(played.rounds))
         sequence.cached = cache.lengths[0]
         if played.states is not None:
             states, aux = played.states, played.states.aux

@@ -15,11 +15,19 @@ MOST_BYTES = 128 << 20  # of hidden states that rows without a sequence may keep
 
 
 class Pending(NamedTuple):
-    """Verified tokens of one row, as a function that takes them out of hidden states `aux` of a step, which
-    are of many rows."""
+    """The first `length` of verified tokens of one row, as a function that takes them out of hidden states
+    `aux` of a step, which are of many rows."""
 
     states: Callable[[], States]
     aux: Tensor
+    length: int
+
+    def formed(self) -> States:
+        tokens, aux, (n,) = self.states()
+        if n == self.length:
+            return States(tokens, aux, [n])
+        assert aux is not None
+        return States(tokens[:, : self.length], aux[:, :, : self.length], [self.length])
 
 
 class SharedDraft:
@@ -42,24 +50,31 @@ class SharedDraft:
         return self.session.lengths[row] + self.unobserved[row]
 
     def begin(self, source: int, row: int, reused: int, wanted: bool) -> None:
-        """A sequence begins in `row`, like the one in row `source`. What was not observed yet is observed if
-        it is `wanted`, and else forgotten."""
-        if wanted and reused > self.session.lengths[source]:
-            self.flush(source)
+        """A sequence begins in `row`, with the first `reused` tokens of the one in row `source`. Those that
+        were not observed yet wait here, too, if they are `wanted`."""
+        observed = min(reused, self.session.lengths[source])
+        waiting = self.pending[source] if wanted else []
         self._taken(row)
         self.left.pop(row, None)
-        self.session.reuse(source, row, min(reused, self.session.lengths[source]))
+        self.session.reuse(source, row, observed)
+        for part in waiting:
+            length = min(part.length, reused - self.known(row))
+            if length > 0:
+                self._wait(row, part._replace(length=length))
 
     def add(self, row: int, count: int, states: Callable[[], States], aux: Tensor) -> None:
         """The next `count` verified tokens of one row (see `Pending`), observed with the next proposal, or
         when they are many."""
-        self.pending[row].append(Pending(states, aux))
-        self.unobserved[row] += count
-        if id(aux) not in self.uses:
-            self.held += aux.nbytes
-        self.uses[id(aux)] += 1
+        self._wait(row, Pending(states, aux, count))
         if self.unobserved[row] >= MAX_PENDING:
             self.flush(row)
+
+    def _wait(self, row: int, part: Pending) -> None:
+        self.pending[row].append(part)
+        self.unobserved[row] += part.length
+        if id(part.aux) not in self.uses:
+            self.held += part.aux.nbytes
+        self.uses[id(part.aux)] += 1
 
     def leave(self, row: int) -> None:
         """The sequence in this row has ended. What is pending stays, for one that begins alike; of too much
@@ -105,4 +120,4 @@ class SharedDraft:
 
 
 def _formed(pending: list[Pending]) -> States:
-    return joined([part.states() for part in pending])
+    return joined([part.formed() for part in pending])

@@ -520,25 +520,3 @@ def test_a_look_costs_what_a_lone_step_takes():
         controller.cut(chain([[0.0] * 7]))
         seconds.append(controller.predicted[1])
     assert seconds[1] - seconds[0] == pytest.approx(0.1e-3)
-
-
-def test_gains_are_counted_against_the_pace_of_autoregressive_steps():
-    """A table is of another hour: at half of its seconds the same tokens are worth half."""
-    gained = []
-    for pace in (1.0, 0.5):
-        controller = Adaptive(embedded(0.99))
-        controller.begin(8)
-        controller.width([256])
-        controller.account = -1.0
-        for _ in range(60):
-            assert controller.width([256]) == 1
-            controller.learn(chain(width=1), [[0]], pace * controller.predicted[1])
-        controller.account, controller.wait = 0.0, 0
-        width = controller.width([256])
-        proposal = controller.cut(chain([[0.9] * (width - 1)], width))
-        before = controller.account
-        controller.learn(proposal, [list(range(proposal.width))], 1e-3)
-        gained.append(controller.account - before)
-        assert controller.pace == pytest.approx(pace, abs=0.01)
-    worth = controller._costs.step[1] * proposal.width
-    assert gained[0] - gained[1] == pytest.approx(worth / 2, rel=0.02)

@@ -476,8 +476,8 @@ MUTANTS = [
     (
         "the steps that follow a look are charged as its own",
         "outpace/decode/controller.py",
-        "- tokens, seconds - besides, self.pace)",
-        ", seconds, self.pace)",
+        "- tokens, seconds - besides)",
+        ", seconds)",
         "tests/decode/test_controller.py",
     ),
     (
@@ -500,13 +500,6 @@ MUTANTS = [
         "for_rows = partial(shared, most=rows,",
         "for_rows = partial(shared, most=0,",
         "tests/decode/test_row_costs.py",
-    ),
-    (
-        "gains counted at the pace of the cost table alone",
-        "outpace/decode/controller.py",
-        "seconds - besides, self.pace)",
-        "seconds - besides)",
-        "tests/decode/test_controller.py",
     ),
     (
         "a draft remembers the states of another round",

@@ -203,8 +203,8 @@ MUTANTS = [
     (
         "probes that cost what was predicted",
         "outpace/decode/controller.py",
-        "seconds = expected if seconds is None else min(seconds, SLOWEST * expected)",
-        "seconds = expected",
+        "            seconds = min(seconds, SLOWEST * expected)\n",
+        "            seconds = expected\n",
         "tests/decode/test_row_costs.py",
     ),
     (
@@ -364,8 +364,8 @@ MUTANTS = [
     (
         "a served draft that forgets what waits in the row it begins like",
         "outpace/serve/shared_draft.py",
-        "if wanted and reused > self.session.lengths[source]:",
-        "if False:",
+        "        waiting = self.pending[source] if wanted else []",
+        "        waiting: list[Pending] = []",
         "tests/serve/test_shared_draft.py",
     ),
     (
@@ -390,5 +390,54 @@ MUTANTS = [
         """            if True:
                 path = [list(range(len(made.tokens)))]""",
         "tests/serve/test_rounds_alone.py",
+    ),
+    (
+        "a text that begins like another has the draft read the other",
+        "outpace/serve/shared_draft.py",
+        "        waiting = self.pending[source] if wanted else []",
+        "        self.flush(source)\n        waiting: list[Pending] = []",
+        "tests/serve/test_shared_draft.py",
+    ),
+    (
+        "what waits for a beginning is taken whole",
+        "outpace/serve/shared_draft.py",
+        "        if n == self.length:\n            return",
+        "        if True:\n            return",
+        "tests/serve/test_shared_draft.py",
+    ),
+    (
+        "a controller goes by its table, whatever the clock says",
+        "outpace/decode/controller.py",
+        "return known if pace is None else known.at(pace.plain.ratio, pace.drafting.ratio)",
+        "return known",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "drafting is weighed by steps that were never timed",
+        "outpace/decode/controller.py",
+        "if pace is None or pace.known or self.always:",
+        "if True:",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "the first step of its kind, which builds its program, is taken for its time",
+        "outpace/decode/controller.py",
+        "        if self.steps:\n            keep",
+        "        if True:\n            keep",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "while a prompt is read its company drafts what would come cheaper later",
+        "outpace/decode/controller.py",
+        "least = min(now.worth, self._step_costs((company, False), context).worth)",
+        "least = now.worth",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "where the clock calls a long step the shorter, drafting ends for good",
+        "outpace/decode/controller.py",
+        "price = max(now.step[best] - now.step[1], now.draft[best])",
+        "price = now.step[best] - now.step[1]",
+        "tests/decode/test_controller_clock.py",
     ),
 ]

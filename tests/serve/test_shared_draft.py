@@ -144,3 +144,4 @@ def test_a_text_of_another_draft_forgets_what_waits():
         shared.add(0, 20, lambda: States(text, aux, [20]), aux)
         shared.begin(0, 1, 12, wanted=wanted)
         assert shared.known(1) == known and shared.known(0) == 20
+        assert shared.session.lengths == [0, 0]  # what waits is not observed for it

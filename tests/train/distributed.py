@@ -29,8 +29,8 @@ DFLASH = DFlashRecipe(**SIZES, **COMMON, block_size=5, anchors=7, eval_new_token
 EAGLE3 = Eagle3Recipe(
     **SIZES, **COMMON, draft_vocab=61, target_layer_ids=LAYERS, steps_ahead=3, eval_new_tokens=8
 )
-# Seed 9: at no step do the sixth and the seventh logit of a row come nearer than 3e-5. Where they tie, the last
-# bit decides which one is a candidate, and two runs that add in different orders part there.
+# Seed 9: at no step do the sixth and the seventh logit of a row come nearer than 3e-5. Where they tie, the
+# last bit decides which one is a candidate, and two runs that add in different orders part there.
 SELECTOR = replace(DFLASH, selector=6, conv=2, confidence=True, weights="dpace", seed=9)
 KINDS = {
     "dflash": (train_dflash, DFLASH),
