@@ -49,7 +49,7 @@ class ServeSettings:
     prompt_tokens: int = 256
     new_tokens: int = 128
     temperature: float = 0.0
-    repeats: int = 3
+    repeats: int = 7
     seed: int = 1
 
     def __post_init__(self) -> None:

@@ -35,7 +35,8 @@ BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
 TIMED_FADE = 0.98  # weight that a timed step leaves to earlier ones
-PRIOR_STEPS = 4  # timed steps that the table's seconds count as
+AGED_FADE = 0.998  # and an autoregressive step to earlier ones with draft tokens
+PRIOR_STEPS = 8  # timed steps that outweigh what was taken for granted
 TIMED = 24  # autoregressive steps by the clock before drafting is judged by them ..
 TIMED_ROUNDS = 256  # .. and steps with draft tokens after which some are timed again
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
@@ -248,7 +249,8 @@ class Adaptive:
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
         self.paces: dict[tuple[int, bool], Pace] = {}
-        self._kind = 1, False  # of the last step: its rows, and whether the prompts of others were read
+        # of the last step: its rows, rounded up, and whether the prompts of others were read
+        self._kind = 1, False
         self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
@@ -264,16 +266,22 @@ class Adaptive:
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int], company: int = 0) -> int:
-        kind = len(lengths), company > len(lengths)
-        if self.wait and kind == self._kind:  # as in the step before: a rest is to cost nothing
+        rows = len(lengths)
+        kind = _rounded_up(rows), company > rows
+        # as in the step before: a rest is to cost nothing
+        if self.wait and rows == self._costs.rows and kind == self._kind:
             self.wait -= 1
             self.rested += 1
             self._width, self._plain, self.predicted = 1, 1, self._costs.resting(1)
             return 1
-        self.wait, self._kind, context = 0, kind, sum(lengths) / len(lengths)
-        now = self._costs = self._step_costs(kind, context)
-        if company > len(lengths):  # tokens that are not drafted now come at the rate of all
-            least = min(now.worth, self._step_costs((company, False), context).worth)
+        if kind != self._kind and self.paces:  # what one loses must not hold up the other, nor pay for it
+            self.paces.setdefault(self._kind, Pace()).account = self.account
+            self.account = self.paces.setdefault(kind, Pace()).account
+        self.wait, self._kind, context = 0, kind, sum(lengths) / rows
+        now = self._costs = self._step_costs(rows, context, kind)
+        if company > rows:  # tokens that are not drafted now come at the rate of all
+            whole = self._step_costs(company, context, (_rounded_up(company), False))
+            least = min(now.worth, whole.worth)
             now = self._costs = replace(now, worth=least)
         pace = self.paces.get(kind)
         if pace is None or pace.known or self.always:
@@ -390,13 +398,15 @@ class Adaptive:
             self._pause, self.wait = self._fruitless, self._fruitless - 1
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
-        assert self.predicted is not None and self.account is not None, "width comes first"
+        assert self.predicted is not None, "width comes first"
         now, expected = self._costs, self.predicted[1]
         if seconds is None:
             seconds = expected
         else:
             seconds = min(seconds, SLOWEST * expected)
             self._time(seconds)
+        if self.account is None:  # nothing was decided yet: autoregressive steps are timed first
+            return
         self.account += self._plain * now.allowed
         if self._width == 1:
             return
@@ -410,11 +420,9 @@ class Adaptive:
         (plain, drafting), expected = self._costs.ratios, self.predicted[1]
         pace = self.paces.setdefault(self._kind, Pace())
         if self._width == 1:
-            pace.plain.add(seconds, expected / plain, self._plain)
-            pace.since = 0
+            pace.rested(plain * seconds / expected, self._plain)
         else:
-            pace.drafting.add(seconds, expected / drafting)
-            pace.since += 1
+            pace.drafted(drafting * seconds / expected)
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"
@@ -432,54 +440,69 @@ class Adaptive:
         """Seconds that a verify pass takes beyond the usual, after a step of one position."""
         return self._costs.settle if self.verified == 1 else 0.0
 
-    def _step_costs(self, kind: tuple[int, bool], context: float) -> "StepCosts":
+    def _step_costs(self, rows: int, context: float, kind: tuple[int, bool]) -> "StepCosts":
         """By the clock where it has a say. The table's are formed once for all controllers of these costs: it
         takes as long as a step of a small target."""
-        key = kind[0], int(context) // STRETCH, len(self.history.tried)
+        key = rows, int(context) // STRETCH, len(self.history.tried)
         known: StepCosts | None = self.costs.derived.get(key)
         if known is None:
-            known = StepCosts.of(self.costs, key[0], (key[1] + 0.5) * STRETCH, key[2])
+            known = StepCosts.of(self.costs, rows, (key[1] + 0.5) * STRETCH, key[2])
             self.costs.derived[key] = known
         pace = self.paces.get(kind)
-        return known if pace is None else known.at(pace.plain.ratio, pace.drafting.ratio)
+        return known if pace is None else known.at(*pace.ratios)
 
 
 @dataclass
 class Timed:
-    """Steps of one kind: fading sums of their seconds, by the clock and by the table; the table's count as
-    those of PRIOR_STEPS. `steps`: how many were timed."""
+    """Fading sum of what steps of one kind took, over the table's seconds; `steps`: how many were timed."""
 
-    taken: float = 0.0
-    predicted: float = 0.0
+    total: float = 0.0
+    count: float = 0.0
     steps: int = 0
 
-    def add(self, seconds: float, predicted: float, steps: int = 1) -> None:
+    def add(self, ratio: float, steps: int) -> None:
         """The first of its kind says nothing: it may build its program."""
         if self.steps:
-            keep = TIMED_FADE**steps
-            self.taken, self.predicted = keep * self.taken + seconds, keep * self.predicted + predicted
-        else:
-            self.taken = self.predicted = PRIOR_STEPS * predicted / steps
+            self.fade(TIMED_FADE**steps)
+            self.total, self.count = self.total + steps * ratio, self.count + steps
         self.steps += steps
 
-    @property
-    def ratio(self) -> float:
-        return self.taken / self.predicted if self.steps else 1.0
+    def fade(self, keep: float) -> None:
+        self.total, self.count = keep * self.total, keep * self.count
+
+    def ratio(self, prior: float) -> float:
+        missing = max(0.0, PRIOR_STEPS - self.count)
+        return (self.total + missing * prior) / (self.count + missing)
 
 
 @dataclass
 class Pace:
-    """Steps of one number of rows by the clock: autoregressive ones, and those with draft tokens. A table is
-    of another hour, and of fewer rows."""
+    """Steps by the clock, autoregressive ones and those with draft tokens: a table is of another hour, and of
+    fewer rows. While drafting rests, what is known of it becomes what is known of the steps between."""
 
     plain: Timed = field(default_factory=Timed)
     drafting: Timed = field(default_factory=Timed)
     since: int = 0  # steps with draft tokens after the last autoregressive one
+    account: float | None = None  # see `Adaptive`; None: it has yet to begin
 
     @property
     def known(self) -> bool:
-        """Whether autoregressive steps were timed often and lately enough to judge drafting by them."""
+        """Whether autoregressive steps were timed often and lately enough to compare drafting with them."""
         return self.plain.steps >= TIMED and self.since < TIMED_ROUNDS
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        plain = self.plain.ratio(1.0)
+        return plain, self.drafting.ratio(plain)
+
+    def rested(self, ratio: float, steps: int) -> None:
+        self.plain.add(ratio, steps)
+        self.drafting.fade(AGED_FADE**steps)
+        self.since = 0
+
+    def drafted(self, ratio: float) -> None:
+        self.drafting.add(ratio, 1)
+        self.since += 1
 
 
 @dataclass(frozen=True)
@@ -530,6 +553,11 @@ class StepCosts:
         others[1] = costs.lone_seconds(context, rows) + rest
         show, wake, settle = (f(rows) for f in (costs.show_seconds, costs.wake_seconds, costs.settle_seconds))
         return StepCosts(rows, draft, others, step, show, wake, settle, step[1] / rows)
+
+
+def _rounded_up(rows: int) -> int:
+    """To a power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
 def best_at(rate: float, gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:

@@ -33,6 +33,7 @@ from outpace.serve.sequence import Sequence
 from outpace.serve.shared_draft import SharedDraft
 
 LEAST_REUSE = 8  # tokens of a beginning that are worth a look
+DEBT_TOKENS = 1024  # of a text of so many a draft may lose what the controller allows for one
 
 
 class QueueFull(Exception):
@@ -91,7 +92,7 @@ class Engine:
             if draft.target_layer_ids
         }
         self.controller = controller or Fixed(self.block)
-        self.controller.begin(self.block)
+        self.controller.begin(self.block, DEBT_TOKENS)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.arrival = Condition()

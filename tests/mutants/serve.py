@@ -408,7 +408,7 @@ MUTANTS = [
     (
         "a controller goes by its table, whatever the clock says",
         "outpace/decode/controller.py",
-        "return known if pace is None else known.at(pace.plain.ratio, pace.drafting.ratio)",
+        "return known if pace is None else known.at(*pace.ratios)",
         "return known",
         "tests/decode/test_controller_clock.py",
     ),
@@ -422,14 +422,14 @@ MUTANTS = [
     (
         "the first step of its kind, which builds its program, is taken for its time",
         "outpace/decode/controller.py",
-        "        if self.steps:\n            keep",
-        "        if True:\n            keep",
+        "        if self.steps:\n            self.fade",
+        "        if True:\n            self.fade",
         "tests/decode/test_controller_clock.py",
     ),
     (
         "while a prompt is read its company drafts what would come cheaper later",
         "outpace/decode/controller.py",
-        "least = min(now.worth, self._step_costs((company, False), context).worth)",
+        "least = min(now.worth, whole.worth)",
         "least = now.worth",
         "tests/decode/test_controller_clock.py",
     ),
@@ -438,6 +438,20 @@ MUTANTS = [
         "outpace/decode/controller.py",
         "price = max(now.step[best] - now.step[1], now.draft[best])",
         "price = now.step[best] - now.step[1]",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "what one row loses keeps many from drafting",
+        "outpace/decode/controller.py",
+        "            self.account = self.paces.setdefault(kind, Pace()).account\n",
+        "",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "a slow hour ends drafting for good",
+        "outpace/decode/controller.py",
+        "        self.drafting.fade(AGED_FADE**steps)\n",
+        "",
         "tests/decode/test_controller_clock.py",
     ),
 ]
