@@ -274,17 +274,18 @@ class Adaptive:
             self.rested += 1
             self._width, self._plain, self.predicted = 1, 1, self._costs.resting(1)
             return 1
-        if kind != self._kind and self.paces:  # what one loses must not hold up the other, nor pay for it
+        if kind != self._kind and self.paces:  # the losses of one must not hold up the other
             self.paces.setdefault(self._kind, Pace()).account = self.account
             self.account = self.paces.setdefault(kind, Pace()).account
         self.wait, self._kind, context = 0, kind, sum(lengths) / rows
-        now = self._costs = self._step_costs(rows, context, kind)
+        now, pace = self._step_costs(rows, context, kind), self.paces.get(kind)
+        timed = pace is None or pace.known
         if company > rows:  # tokens that are not drafted now come at the rate of all
-            whole = self._step_costs(company, context, (_rounded_up(company), False))
-            least = min(now.worth, whole.worth)
-            now = self._costs = replace(now, worth=least)
-        pace = self.paces.get(kind)
-        if pace is None or pace.known or self.always:
+            together = _rounded_up(company), False
+            now = replace(now, worth=self._step_costs(company, context, together).worth)
+            timed = together in self.paces and self.paces[together].known
+        self._costs = now
+        if timed or self.always:
             width = self._decide(now)
         else:
             width, self._pause, self.wait = 1, GAP, GAP - 1

@@ -83,11 +83,14 @@ def test_the_first_step_of_a_kind_says_nothing():
 
 def test_tokens_that_come_cheaper_in_company_are_not_drafted_before():
     """Two rows decode while a prompt is read; once it is, a step of eight costs little more than theirs."""
-    costs = embedded(0.9)
-    cheap = dataclasses.replace(costs.points[0], batch=8, plain=1.5e-3, verify=(1.5e-3,) * 8)
-    costs = dataclasses.replace(costs, points=(*costs.points, cheap))
-    assert clocked(controlled(costs), 1, 1)[0] > 0.9
-    assert clocked(controlled(costs), 1, 1, company=8)[0] < 0.05
+    costs, eight = embedded(0.9), dataclasses.replace(embedded(0.9).points[0], batch=8)
+    dear = dataclasses.replace(eight, verify=tuple(8 * x for x in eight.verify))
+    for point, pays in ((eight, False), (dear, True)):
+        controller = controlled(dataclasses.replace(costs, points=(*costs.points, point)))
+        assert clocked(controller, 1, 1, rows=2, company=8)[0] == 0, "how fast eight are is not known yet"
+        clocked(controller, 1, 1, steps=30, rows=8, kept=1)
+        drafted = clocked(controller, 1, 1, rows=2, company=8)[0]
+        assert drafted > 0.9 if pays else drafted < 0.05
 
 
 def test_gains_are_counted_against_the_pace_of_autoregressive_steps():

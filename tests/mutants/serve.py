@@ -415,8 +415,8 @@ MUTANTS = [
     (
         "drafting is weighed by steps that were never timed",
         "outpace/decode/controller.py",
-        "if pace is None or pace.known or self.always:",
-        "if True:",
+        "timed = pace is None or pace.known",
+        "timed = True",
         "tests/decode/test_controller_clock.py",
     ),
     (
@@ -429,8 +429,8 @@ MUTANTS = [
     (
         "while a prompt is read its company drafts what would come cheaper later",
         "outpace/decode/controller.py",
-        "least = min(now.worth, whole.worth)",
-        "least = now.worth",
+        "now = replace(now, worth=self._step_costs(company, context, together).worth)",
+        "pass",
         "tests/decode/test_controller_clock.py",
     ),
     (
@@ -452,6 +452,13 @@ MUTANTS = [
         "outpace/decode/controller.py",
         "        self.drafting.fade(AGED_FADE**steps)\n",
         "",
+        "tests/decode/test_controller_clock.py",
+    ),
+    (
+        "while a prompt is read its company drafts by a table of another hour",
+        "outpace/decode/controller.py",
+        "timed = together in self.paces and self.paces[together].known",
+        "pass",
         "tests/decode/test_controller_clock.py",
     ),
 ]
