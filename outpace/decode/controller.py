@@ -38,7 +38,8 @@ TIMED_FADE = 0.98  # weight that a timed step leaves to earlier ones
 AGED_FADE = 0.998  # and an autoregressive step to earlier ones with draft tokens
 PRIOR_STEPS = 8  # timed steps that outweigh what was taken for granted
 TIMED = 24  # autoregressive steps by the clock before drafting is judged by them ..
-TIMED_ROUNDS = 256  # .. and steps with draft tokens after which some are timed again
+TIMED_ROUNDS = 64  # .. and steps with draft tokens after which some are timed again
+MARGIN = 1.25  # by which drafting must be faster among others: prompts and clients wait for longer steps
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
 
@@ -280,10 +281,12 @@ class Adaptive:
         self.wait, self._kind, context = 0, kind, sum(lengths) / rows
         now, pace = self._step_costs(rows, context, kind), self.paces.get(kind)
         timed = pace is None or pace.known
-        if company > rows:  # tokens that are not drafted now come at the rate of all
+        if company > rows:
             together = _rounded_up(company), False
             now = replace(now, worth=self._step_costs(company, context, together).worth)
             timed = together in self.paces and self.paces[together].known
+        if company > 1:
+            now = replace(now, worth=now.worth / MARGIN)
         self._costs = now
         if timed or self.always:
             width = self._decide(now)
@@ -302,8 +305,11 @@ class Adaptive:
     def rest(self, most: int) -> int:
         assert self.predicted is not None, "width comes first"
         left = self.wait + 1
-        n = math.ceil(left / math.ceil(left / most))  # calls of about as many steps each
-        self.wait -= n - 1
+        calls = math.ceil(left / most)  # of about as many steps each
+        if left >= GAP > most:  # and of as many as there may be, where a rest may end a little early
+            calls = max(1, round(left / most))
+        n = min(most, math.ceil(left / calls))
+        self.wait = self.wait - (n - 1) if calls > 1 else 0
         self.rested += n - 1
         self._plain += n - 1
         tokens, seconds = self._costs.resting(n - 1)

@@ -27,7 +27,7 @@ from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
-from outpace.models.decoder import Output, Target
+from outpace.models.decoder import Decoder, Output, Target
 from outpace.models.native_step import step_bytes
 from outpace.serve.sequence import Sequence
 from outpace.serve.shared_draft import SharedDraft
@@ -100,6 +100,8 @@ class Engine:
         self.held: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.used = [0.0] * config.max_num_seqs
         self.rounds = 0
+        # of this thread on a CPU, where others serve what it made: theirs is no time of a round
+        self.clock = time.thread_time if target.device.type == "cpu" else time.perf_counter
         self.ahead, self.native = RunAhead(target), NativeRounds(target)
 
     @property
@@ -277,7 +279,7 @@ class Engine:
     def _decode(self, some: Rows[Sequence]) -> None:
         """One step of each: propose, verify together, commit; or some without draft tokens. See
         `decode.generate.steps`."""
-        began = time.perf_counter()
+        began, steps = self.clock(), self._native_steps
         drafting = any(s.draft is not None for s in some)
         cache = self.cache.of([s.row for s in some], [s.cached for s in some])
         n = self.controller.width(cache.lengths, len(self.running)) if drafting else 1
@@ -287,7 +289,7 @@ class Engine:
             if played.rounds:
                 if drafted is None or some[0].done:
                     return
-                began, n = time.perf_counter() - seconds, self.controller.width(cache.lengths)
+                began, n = self.clock() - seconds, self.controller.width(cache.lengths)
         lengths = list(cache.lengths)
         if n > 1:
             offered = drafted or self._propose(some, n)
@@ -317,7 +319,8 @@ class Engine:
                     taken = partial(States, *taken())
                 sequence.shared.add(sequence.row, len(path), taken, aux)
         if drafting:
-            self.controller.learn(proposal, paths, time.perf_counter() - began)
+            building = self._native_steps > steps
+            self.controller.learn(proposal, paths, None if building else self.clock() - began)
 
     def _play(self, sequence: Sequence, n: int, cache: KVCache) -> Played | None:
         """Rounds of a sequence that is alone, in one native call, where one can be."""
@@ -327,7 +330,7 @@ class Engine:
         if not sequence.request.runs_ahead or sequence.on_logits is not None:
             return None
         text = sequence.rule, sequence.last, sequence.left, sequence.request.stop
-        began = time.perf_counter()
+        began = self.clock()
         with shared.observed([sequence.row]) as session:
             played = self.native.play(cache, session, *text, width, self.controller.chain_cut)
         if played is None:
@@ -335,14 +338,14 @@ class Engine:
         if not played.finite:
             raise not_finite(f"round {self.rounds}", "target")
         drafted = 0.0 if played.offered is None else played.offered[1]
-        besides = time.perf_counter() - began - drafted - sum(sum(made.seconds) for made in played.rounds)
+        share = (self.clock() - began) / (drafted + sum(sum(made.seconds) for made in played.rounds))
         for i, made in enumerate(played.rounds):
             if not sequence.done:
                 path = [list(range(len(made.tokens)))]
                 self.controller.was_cut(made.offered, made.verified, again=i > 0)
                 sequence.count(made.verified - 1, len(made.tokens) - 1)
                 sequence.emit(made.tokens)
-                self.controller.learn(made.offered, path, sum(made.seconds) + besides / len(played.rounds))
+                self.controller.learn(made.offered, path, share * sum(made.seconds))
         sequence.cached = cache.lengths[0]
         if played.states is not None:
             states, aux = played.states, played.states.aux
@@ -400,6 +403,11 @@ class Engine:
             own = None if out.best is None else out.best[b : b + 1, :n]
             paths.append(sequence.verify(row_of(proposal, b), out.logits[b : b + 1, :n], own))
         return paths
+
+    @property
+    def _native_steps(self) -> int:
+        """How many the target has: a round that makes one takes longer than others of its kind."""
+        return len(self.target.native_steps) if isinstance(self.target, Decoder) else 0
 
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
         return self.aux if any(s.shared is not None for s in some) else ()

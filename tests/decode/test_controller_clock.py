@@ -37,13 +37,13 @@ def clocked(controller, plain, drafting, steps=2000, rows=1, company=0, kept=4):
 
 def test_what_the_clock_says_outweighs_the_table():
     """Drafting pays by this table: three tokens of a step are accepted."""
-    cases = ((1, 1, 0.9, 1), (0.3, 1, 0, 0.02), (1, 3, 0, 0.02), (3, 3, 0.9, 1))
+    cases = ((1, 1, 0.85, 1), (0.3, 1, 0, 0.02), (1, 3, 0, 0.02), (3, 3, 0.85, 1))
     for plain, drafting, least, most in cases:
         share, slower = clocked(controlled(embedded(0.9)), plain, drafting, steps=8000)
         assert least <= share <= most, (plain, drafting)
         assert slower < 1.015
     share, slower = clocked(controlled(embedded(0.9)), 3, 1)  # where it pays by the clock alone
-    assert share > 0.9 and slower < 0.5
+    assert share > 0.85 and slower < 0.5
 
 
 def test_autoregressive_steps_are_timed_first_and_then_now_and_again():
@@ -55,9 +55,9 @@ def test_autoregressive_steps_are_timed_first_and_then_now_and_again():
         if widths[-1] > 1:
             proposal = controller.cut(proposal)
         controller.learn(proposal, [list(range(proposal.width))], controller.predicted[1])
-    assert widths[0] > 1 and widths[1:25] == [1] * 24 and min(widths[25:200]) > 1
+    assert widths[0] > 1 and widths[1:25] == [1] * 24 and min(widths[25:80]) > 1
     begins = [i for i in range(25, 1200) if widths[i] == 1 < widths[i - 1]]
-    assert len(begins) >= 4 and {b - a for a, b in itertools.pairwise(begins)} == {264}
+    assert len(begins) >= 4 and {b - a for a, b in itertools.pairwise(begins)} == {72}
     for begin in begins[:-1]:
         assert widths[begin : begin + 8] == [1] * 8 and widths[begin + 8] > 1
 
@@ -90,7 +90,7 @@ def test_tokens_that_come_cheaper_in_company_are_not_drafted_before():
         assert clocked(controller, 1, 1, rows=2, company=8)[0] == 0, "how fast eight are is not known yet"
         clocked(controller, 1, 1, steps=30, rows=8, kept=1)
         drafted = clocked(controller, 1, 1, rows=2, company=8)[0]
-        assert drafted > 0.9 if pays else drafted < 0.05
+        assert drafted > 0.85 if pays else drafted < 0.05
 
 
 def test_gains_are_counted_against_the_pace_of_autoregressive_steps():
@@ -118,7 +118,7 @@ def test_gains_are_counted_against_the_pace_of_autoregressive_steps():
 def test_what_is_known_of_drafting_ages_while_it_rests():
     """A slow hour of the machine does not end it for good."""
     controller = controlled(embedded(0.9))
-    assert clocked(controller, 1, 1)[0] > 0.9
+    assert clocked(controller, 1, 1)[0] > 0.85
     assert clocked(controller, 1, 4, steps=300)[0] < 0.2
     assert clocked(controller, 1, 1, steps=6000)[0] > 0.5
 
@@ -132,3 +132,12 @@ def test_each_number_of_rows_has_an_account():
     assert drafted < 0.05 and slower < 1.03
     controller.width([256] * 2)
     assert controller.account > 0
+
+
+def test_among_others_drafting_must_be_faster_by_a_margin():
+    costs = shared(embedded(0.9), 2)
+    for times, least, most in ((1.0, 1.3, 1.5), (1.2, 1.1, 1.25)):  # how fast two rows are with draft tokens
+        drafted, slower = clocked(controlled(costs), 1, times, rows=2)
+        assert drafted > 0.85 and least < 1 / slower < most
+        among = clocked(controlled(costs), 1, times, rows=2, company=2)[0]
+        assert among > 0.85 if least > 1.25 else among < 0.05

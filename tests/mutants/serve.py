@@ -461,4 +461,11 @@ MUTANTS = [
         "pass",
         "tests/decode/test_controller_clock.py",
     ),
+    (
+        "many draft for a gain that others pay",
+        "outpace/decode/controller.py",
+        "now = replace(now, worth=now.worth / MARGIN)",
+        "pass",
+        "tests/decode/test_controller_clock.py",
+    ),
 ]
