@@ -427,7 +427,7 @@ MUTANTS = [
     (
         "a rest of several steps is taken for one",
         "outpace/decode/controller.py",
-        "        self.wait -= n - 1\n",
+        "        self.wait = self.wait - (n - 1) if calls > 1 else 0\n",
         "",
         "tests/decode/test_run_ahead.py",
     ),
