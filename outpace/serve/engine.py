@@ -338,7 +338,8 @@ class Engine:
         if not played.finite:
             raise not_finite(f"round {self.rounds}", "target")
         drafted = 0.0 if played.offered is None else played.offered[1]
-        share = (self.clock() - began) / (drafted + sum(sum(made.seconds) for made in played.rounds))
+        timed = drafted + sum(sum(made.seconds) for made in played.rounds)
+        share = (self.clock() - began) / timed if timed else 1.0
         for i, made in enumerate(played.rounds):
             if not sequence.done:
                 path = [list(range(len(made.tokens)))]
