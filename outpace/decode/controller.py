@@ -6,12 +6,13 @@ rule, nothing else."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
 from outpace.decode.costs import Costs
+from outpace.decode.step_times import StepTimes
 from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
 from outpace.kv.tree import depths
@@ -34,11 +35,6 @@ CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
-TIMED_FADE = 0.98  # weight that a timed step leaves to earlier ones
-AGED_FADE = 0.998  # and an autoregressive step to earlier ones with draft tokens
-PRIOR_STEPS = 8  # timed steps that outweigh what was taken for granted
-TIMED = 24  # autoregressive steps by the clock before drafting is judged by them ..
-TIMED_ROUNDS = 64  # .. and steps with draft tokens after which some are timed again
 MARGIN = 1.25  # by which drafting must be faster among others: prompts and clients wait for longer steps
 GAP, LONGEST = 8, 32  # autoregressive steps between two decisions while drafting rests: least, most
 STRETCH = 256  # tokens of context with equal costs
@@ -56,10 +52,9 @@ class Controller(Protocol):
         included."""
         ...
 
-    def width(self, lengths: Sequence[int], company: int = 0) -> int:
+    def width(self, lengths: Sequence[int], running: int = 0) -> int:
         """Positions to draft, root included: 2 to `block`, or 1 for an autoregressive step. lengths: cached
-        tokens of each row; `company`: of so many rows that decode together once the prompts of the others
-        are read."""
+        tokens of each row; `running`: rows that decode together once the prompts of the others are read."""
         ...
 
     def rest(self, most: int) -> int:
@@ -104,7 +99,7 @@ class Fixed:
     def begin(self, block: int, tokens: int | None = None) -> None:
         self.block = block
 
-    def width(self, lengths: Sequence[int], company: int = 0) -> int:
+    def width(self, lengths: Sequence[int], running: int = 0) -> int:
         return min(self.positions, self.block)
 
     def rest(self, most: int) -> int:
@@ -232,7 +227,7 @@ class Adaptive:
 
     Where no n beats autoregressive decoding, drafting rests and is probed. An account of the seconds lost
     against autoregressive decoding bounds the probes to PROBE_SHARE of the time. One controller can serve
-    many generations: acceptance counts are kept at half their weight, the account starts anew. `paces`:
+    many generations: acceptance counts are kept at half their weight, the account starts anew. `step_times`:
     of each kind of step, where the clock has a say.
     """
 
@@ -249,7 +244,7 @@ class Adaptive:
         self._fruitless = 0  # steps of the last look of which nothing was verified
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
-        self.paces: dict[tuple[int, bool], Pace] = {}
+        self.step_times: dict[tuple[int, bool], StepTimes] = {}
         # of the last step: its rows, rounded up, and whether the prompts of others were read
         self._kind = 1, False
         self.tokens: float = math.inf  # of this generation, at most
@@ -266,27 +261,27 @@ class Adaptive:
         self.verified = 1
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
-    def width(self, lengths: Sequence[int], company: int = 0) -> int:
+    def width(self, lengths: Sequence[int], running: int = 0) -> int:
         rows = len(lengths)
-        kind = _rounded_up(rows), company > rows
+        kind = _rounded_up(rows), running > rows
         # as in the step before: a rest is to cost nothing
         if self.wait and rows == self._costs.rows and kind == self._kind:
             self.wait -= 1
             self.rested += 1
             self._width, self._plain, self.predicted = 1, 1, self._costs.resting(1)
             return 1
-        if kind != self._kind and self.paces:  # the losses of one must not hold up the other
-            self.paces.setdefault(self._kind, Pace()).account = self.account
-            self.account = self.paces.setdefault(kind, Pace()).account
+        if kind != self._kind and self.step_times:  # the losses of one must not hold up the other
+            self.step_times.setdefault(self._kind, StepTimes()).account = self.account
+            self.account = self.step_times.setdefault(kind, StepTimes()).account
         self.wait, self._kind, context = 0, kind, sum(lengths) / rows
-        now, pace = self._step_costs(rows, context, kind), self.paces.get(kind)
-        timed = pace is None or pace.known
-        if company > rows:
-            together = _rounded_up(company), False
-            now = replace(now, worth=self._step_costs(company, context, together).worth)
-            timed = together in self.paces and self.paces[together].known
-        if company > 1:
-            now = replace(now, worth=now.worth / MARGIN)
+        now, own = self._step_costs(rows, context, kind), self.step_times.get(kind)
+        timed, worth = own is None or own.known, now.worth
+        if running > rows:
+            together = _rounded_up(running), False
+            worth = self._step_costs(running, context, together).worth
+            timed = together in self.step_times and self.step_times[together].known
+        if running > 1:
+            now = replace(now, worth=worth / MARGIN)
         self._costs = now
         if timed or self.always:
             width = self._decide(now)
@@ -425,11 +420,11 @@ class Adaptive:
     def _time(self, seconds: float) -> None:
         assert self.predicted is not None
         (plain, drafting), expected = self._costs.ratios, self.predicted[1]
-        pace = self.paces.setdefault(self._kind, Pace())
+        own = self.step_times.setdefault(self._kind, StepTimes())
         if self._width == 1:
-            pace.rested(plain * seconds / expected, self._plain)
+            own.rested(plain * seconds / expected, self._plain)
         else:
-            pace.drafted(drafting * seconds / expected)
+            own.drafted(drafting * seconds / expected)
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"
@@ -455,61 +450,8 @@ class Adaptive:
         if known is None:
             known = StepCosts.of(self.costs, rows, (key[1] + 0.5) * STRETCH, key[2])
             self.costs.derived[key] = known
-        pace = self.paces.get(kind)
-        return known if pace is None else known.at(*pace.ratios)
-
-
-@dataclass
-class Timed:
-    """Fading sum of what steps of one kind took, over the table's seconds; `steps`: how many were timed."""
-
-    total: float = 0.0
-    count: float = 0.0
-    steps: int = 0
-
-    def add(self, ratio: float, steps: int) -> None:
-        """The first of its kind says nothing: it may build its program."""
-        if self.steps:
-            self.fade(TIMED_FADE**steps)
-            self.total, self.count = self.total + steps * ratio, self.count + steps
-        self.steps += steps
-
-    def fade(self, keep: float) -> None:
-        self.total, self.count = keep * self.total, keep * self.count
-
-    def ratio(self, prior: float) -> float:
-        missing = max(0.0, PRIOR_STEPS - self.count)
-        return (self.total + missing * prior) / (self.count + missing)
-
-
-@dataclass
-class Pace:
-    """Steps by the clock, autoregressive ones and those with draft tokens: a table is of another hour, and of
-    fewer rows. While drafting rests, what is known of it becomes what is known of the steps between."""
-
-    plain: Timed = field(default_factory=Timed)
-    drafting: Timed = field(default_factory=Timed)
-    since: int = 0  # steps with draft tokens after the last autoregressive one
-    account: float | None = None  # see `Adaptive`; None: it has yet to begin
-
-    @property
-    def known(self) -> bool:
-        """Whether autoregressive steps were timed often and lately enough to compare drafting with them."""
-        return self.plain.steps >= TIMED and self.since < TIMED_ROUNDS
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        plain = self.plain.ratio(1.0)
-        return plain, self.drafting.ratio(plain)
-
-    def rested(self, ratio: float, steps: int) -> None:
-        self.plain.add(ratio, steps)
-        self.drafting.fade(AGED_FADE**steps)
-        self.since = 0
-
-    def drafted(self, ratio: float) -> None:
-        self.drafting.add(ratio, 1)
-        self.since += 1
+        own = self.step_times.get(kind)
+        return known if own is None else known.at(*own.ratios)
 
 
 @dataclass(frozen=True)

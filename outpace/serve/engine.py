@@ -33,7 +33,7 @@ from outpace.serve.sequence import Sequence
 from outpace.serve.shared_draft import SharedDraft
 
 LEAST_REUSE = 8  # tokens of a beginning that are worth a look
-DEBT_TOKENS = 1024  # of a text of so many a draft may lose what the controller allows for one
+DEBT_TOKENS = 1024  # of a text, by which the controller bounds what drafting may lose before it pays
 
 
 class QueueFull(Exception):

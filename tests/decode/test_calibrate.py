@@ -155,7 +155,7 @@ def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
     """Of each batch by itself: what is done for each row takes longer for more."""
 
     class Slow(Adaptive):
-        def width(self, lengths, company=0):
+        def width(self, lengths, running=0):
             time.sleep(0.02 * len(lengths))
             return super().width(lengths)
 

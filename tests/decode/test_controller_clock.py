@@ -16,13 +16,13 @@ def controlled(costs):
     return controller
 
 
-def clocked(controller, plain, drafting, steps=2000, rows=1, company=0, kept=4):
+def clocked(controller, plain, drafting, steps=2000, rows=1, running=0, kept=4):
     """Steps that take `plain` and `drafting` times the table's seconds, with `kept` positions of each row
     accepted; -> the share of them that drafted, and seconds over those of autoregressive ones."""
     drafted = seconds = usual = tokens = 0
     costs = controller.costs
     for _ in range(steps):
-        n = controller.width([256] * rows, company)
+        n = controller.width([256] * rows, running)
         proposal = chain(None, n, rows)
         if n > 1:
             proposal, drafted = controller.cut(proposal), drafted + 1
@@ -87,9 +87,9 @@ def test_tokens_that_come_cheaper_in_company_are_not_drafted_before():
     dear = dataclasses.replace(eight, verify=tuple(8 * x for x in eight.verify))
     for point, pays in ((eight, False), (dear, True)):
         controller = controlled(dataclasses.replace(costs, points=(*costs.points, point)))
-        assert clocked(controller, 1, 1, rows=2, company=8)[0] == 0, "how fast eight are is not known yet"
+        assert clocked(controller, 1, 1, rows=2, running=8)[0] == 0, "how fast eight are is not known yet"
         clocked(controller, 1, 1, steps=30, rows=8, kept=1)
-        drafted = clocked(controller, 1, 1, rows=2, company=8)[0]
+        drafted = clocked(controller, 1, 1, rows=2, running=8)[0]
         assert drafted > 0.85 if pays else drafted < 0.05
 
 
@@ -139,5 +139,5 @@ def test_among_others_drafting_must_be_faster_by_a_margin():
     for times, least, most in ((1.0, 1.3, 1.5), (1.2, 1.1, 1.25)):  # how fast two rows are with draft tokens
         drafted, slower = clocked(controlled(costs), 1, times, rows=2)
         assert drafted > 0.85 and least < 1 / slower < most
-        among = clocked(controlled(costs), 1, times, rows=2, company=2)[0]
+        among = clocked(controlled(costs), 1, times, rows=2, running=2)[0]
         assert among > 0.85 if least > 1.25 else among < 0.05

@@ -34,7 +34,7 @@ class Dice:
     def begin(self, block, tokens=None):
         self.block = block
 
-    def width(self, lengths, company=0):
+    def width(self, lengths, running=0):
         assert all(n > 0 for n in lengths)
         if self.plain == 0 and self.dice.random() < 0.2:
             self.plain = self.dice.randint(1, 9)
@@ -202,7 +202,7 @@ class Resting(Fixed):
         super().__init__(99)
         self.steps = steps
 
-    def width(self, lengths, company=0):
+    def width(self, lengths, running=0):
         self.steps -= 1
         return 1 if self.steps >= 0 else super().width(lengths)
 

@@ -153,7 +153,7 @@ def test_drafts_are_wrong_and_right():
 class Alternating(Fixed):
     """Any length, and none: a draft that rests observes all the same."""
 
-    def width(self, lengths, company=0):
+    def width(self, lengths, running=0):
         self.turn = getattr(self, "turn", -1) + 1
         return (4, 1, 2, 1, 1, 3)[self.turn % 6]
 
@@ -259,7 +259,7 @@ class Listening(Alternating):
         super().__init__(positions)
         self.events = []
 
-    def width(self, lengths, company=0):
+    def width(self, lengths, running=0):
         n = super().width(lengths)
         self.events.append(("asked", n, list(lengths)))
         return n

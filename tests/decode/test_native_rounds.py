@@ -128,7 +128,7 @@ def test_what_they_remember_serves_the_rounds_after(embedded, monkeypatch, playe
     class Restless(Fixed):
         turn = 0
 
-        def width(self, lengths, company=0):
+        def width(self, lengths, running=0):
             self.turn += 1
             return (1, 12, 12, 3)[self.turn % 4]
 

@@ -143,7 +143,7 @@ def test_a_single_text_takes_more_steps_in_a_call_than_a_batch(monkeypatch):
 class Resting(Fixed):
     """Every third step proposes."""
 
-    def width(self, lengths, company=0):
+    def width(self, lengths, running=0):
         self.turn = getattr(self, "turn", -1) + 1
         return 1 if self.turn % 3 else self.positions
 

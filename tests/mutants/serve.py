@@ -408,20 +408,20 @@ MUTANTS = [
     (
         "a controller goes by its table, whatever the clock says",
         "outpace/decode/controller.py",
-        "return known if pace is None else known.at(*pace.ratios)",
+        "return known if own is None else known.at(*own.ratios)",
         "return known",
         "tests/decode/test_controller_clock.py",
     ),
     (
         "drafting is weighed by steps that were never timed",
         "outpace/decode/controller.py",
-        "timed = pace is None or pace.known",
-        "timed = True",
+        "timed, worth = own is None or own.known, now.worth",
+        "timed, worth = True, now.worth",
         "tests/decode/test_controller_clock.py",
     ),
     (
         "the first step of its kind, which builds its program, is taken for its time",
-        "outpace/decode/controller.py",
+        "outpace/decode/step_times.py",
         "        if self.steps:\n            self.fade",
         "        if True:\n            self.fade",
         "tests/decode/test_controller_clock.py",
@@ -429,7 +429,7 @@ MUTANTS = [
     (
         "while a prompt is read its company drafts what would come cheaper later",
         "outpace/decode/controller.py",
-        "now = replace(now, worth=self._step_costs(company, context, together).worth)",
+        "worth = self._step_costs(running, context, together).worth",
         "pass",
         "tests/decode/test_controller_clock.py",
     ),
@@ -443,13 +443,13 @@ MUTANTS = [
     (
         "what one row loses keeps many from drafting",
         "outpace/decode/controller.py",
-        "            self.account = self.paces.setdefault(kind, Pace()).account\n",
+        "            self.account = self.step_times.setdefault(kind, StepTimes()).account\n",
         "",
         "tests/decode/test_controller_clock.py",
     ),
     (
         "a slow hour ends drafting for good",
-        "outpace/decode/controller.py",
+        "outpace/decode/step_times.py",
         "        self.drafting.fade(AGED_FADE**steps)\n",
         "",
         "tests/decode/test_controller_clock.py",
@@ -457,15 +457,15 @@ MUTANTS = [
     (
         "while a prompt is read its company drafts by a table of another hour",
         "outpace/decode/controller.py",
-        "timed = together in self.paces and self.paces[together].known",
+        "timed = together in self.step_times and self.step_times[together].known",
         "pass",
         "tests/decode/test_controller_clock.py",
     ),
     (
         "many draft for a gain that others pay",
         "outpace/decode/controller.py",
-        "now = replace(now, worth=now.worth / MARGIN)",
-        "pass",
+        "now = replace(now, worth=worth / MARGIN)",
+        "now = replace(now, worth=worth)",
         "tests/decode/test_controller_clock.py",
     ),
 ]
