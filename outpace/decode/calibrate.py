@@ -272,12 +272,14 @@ LONE = WAKE, SETTLE
 @dataclass
 class Timings:
     """Seconds of the steps of every repeat, by kind. WAKE: a proposal after RESTS * MOST steps without one;
-    SETTLE: its verify pass, and the MOST steps of one position that follow. `show`: of one observed
-    position. `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
+    SETTLE: its verify pass, and the MOST steps of one position that follow. `show`, `prompt`: of one
+    position that is observed, and that is read. `wall`, `cpu`: of all repeats, and the time the main thread
+    ran in them."""
 
     widths: tuple[int, ...]
     repeats: list[dict[Kind, list[float]]] = field(default_factory=list)
     show: list[float] = field(default_factory=list)
+    prompt: list[float] = field(default_factory=list)
     steps: int = 0
     wall: float = 0.0
     cpu: float = 0.0
@@ -324,6 +326,7 @@ class Timings:
             rest=rest,
             plain=low[PLAIN, 1],
             show=show,
+            prompt=min(self.prompt, default=0.0),
             wake=beyond(WAKE, lambda n: first[DRAFT, n] + RESTS * MOST * show),
             settle=beyond(SETTLE, lambda n: first[VERIFY, n] + MOST * first[VERIFY, 1]),
             spread=median(spreads),
@@ -362,7 +365,10 @@ def _measure(
     plain_cache = target.make_cache(batch, length)
     session = draft.begin(batch, length)
     for chunk in tokens[:, :context].split(min(PREFILL, math.ceil(context / SHOWN)), dim=1):
-        aux, n = target(chunk, cache, aux=draft.target_layer_ids).aux, chunk.shape[1]
+        n = chunk.shape[1]
+        with Timer(target) as timer:
+            aux = target(chunk, cache, aux=draft.target_layer_ids).aux
+        timings.prompt.append(timer.seconds / (n * batch))
         with Timer(target) as timer:
             session.observe(chunk, aux, [n] * batch)
         timings.show.append(timer.seconds / n)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from outpace.decode.costs import Costs
+from outpace.decode.draft_use import DraftUse
 from outpace.decode.step_times import StepTimes
 from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
@@ -80,6 +81,10 @@ class Controller(Protocol):
         the clock may have a say; None: what was predicted."""
         ...
 
+    def joins(self, running: int) -> bool:
+        """Whether a request that joins brings its draft, where so many run then."""
+        ...
+
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         """For `cut` and `learn`, where a device verified n positions of every row by itself, root included:
         kept[b] of them continue row b. The next step's `width` came before."""
@@ -116,6 +121,9 @@ class Fixed:
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         pass
+
+    def joins(self, running: int) -> bool:
+        return True
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         pass
@@ -245,6 +253,8 @@ class Adaptive:
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
         self.step_times: dict[tuple[int, bool], StepTimes] = {}
+        self.use: dict[int, DraftUse] = {}  # by how many run, rounded up
+        self._running = 1
         # of the last step: its rows, rounded up, and whether the prompts of others were read
         self._kind = 1, False
         self.tokens: float = math.inf  # of this generation, at most
@@ -263,7 +273,7 @@ class Adaptive:
 
     def width(self, lengths: Sequence[int], running: int = 0) -> int:
         rows = len(lengths)
-        kind = _rounded_up(rows), running > rows
+        kind, self._running = (_rounded_up(rows), running > rows), max(rows, running)
         # as in the step before: a rest is to cost nothing
         if self.wait and rows == self._costs.rows and kind == self._kind:
             self.wait -= 1
@@ -421,10 +431,17 @@ class Adaptive:
         assert self.predicted is not None
         (plain, drafting), expected = self._costs.ratios, self.predicted[1]
         own = self.step_times.setdefault(self._kind, StepTimes())
+        self._use(self._running).add(max(1, self._plain), self._width > 1)
         if self._width == 1:
             own.rested(plain * seconds / expected, self._plain)
         else:
             own.drafted(drafting * seconds / expected)
+
+    def _use(self, running: int) -> DraftUse:
+        return self.use.setdefault(_rounded_up(running), DraftUse())
+
+    def joins(self, running: int) -> bool:
+        return self._use(running).joins()
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"

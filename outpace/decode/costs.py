@@ -36,9 +36,9 @@ class Point:
     of one without (None: as much); `show` is the observation of one more token per row after these, and
     `wake` the time by which the first proposal then exceeds `draft`; `settle` is the time by which its verify
     pass, and the steps without a draft after it, exceed `verify`: a processor is slower at what it did not
-    just do; `plain` is a step of autoregressive decoding. `spread`: interquartile range of the timings over
-    their median, for the median width. `cpu`: share of the time in which the main thread ran on the
-    processor, 1 on a GPU.
+    just do; `plain` is a step of autoregressive decoding; `prompt` is a token of a prompt's chunk. `spread`:
+    interquartile range of the timings over their median, for the median width. `cpu`: share of the time in
+    which the main thread ran on the processor, 1 on a GPU.
     """
 
     batch: int
@@ -52,6 +52,7 @@ class Point:
     show: float = 0.0
     wake: float = 0.0
     settle: float = 0.0
+    prompt: float = 0.0
     spread: float = 0.0
     cpu: float = 1.0
 
@@ -97,7 +98,17 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            single = p.rest, p.idle or 0.0, p.lone or 0.0, p.plain, p.show, p.wake, p.settle, p.context
+            single = (
+                p.rest,
+                p.idle or 0.0,
+                p.lone or 0.0,
+                p.plain,
+                p.show,
+                p.wake,
+                p.settle,
+                p.prompt,
+                p.context,
+            )
             numbers = (*p.verify, *p.draft, *single)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
@@ -275,7 +286,7 @@ def identity(thing: Any) -> str:
     return repr(thing)
 
 
-FORMAT = 7
+FORMAT = 8
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:

@@ -211,6 +211,8 @@ class Engine:
                     return
                 sequence = self.waiting.popleft()
             shared = self.shared.get(id(sequence.draft))
+            if shared is not None and not self._joins(sequence):
+                sequence.draft = shared = None
             row, source, reused = self._row_for(sequence.prompt, shared)
             if row != source:
                 self.cache.copy(source, row, reused)
@@ -221,6 +223,12 @@ class Engine:
                 sequence.enter(row, reused, shared)
             except Exception as error:  # of its draft
                 self._leave(sequence, error)
+
+    def _joins(self, sequence: Sequence) -> bool:
+        """Whether it brings its draft: a grammar has choices that only a draft makes use of."""
+        if sequence.constrained:
+            return True
+        return self.controller.joins(min(len(self.running) + 1 + len(self.waiting), self.config.max_num_seqs))
 
     def _row_for(self, prompt: list[int], draft: SharedDraft | None) -> tuple[int, int, int]:
         """-> a free row, and the row that holds so many tokens of the prompt's beginning; one at least is
@@ -315,7 +323,9 @@ class Engine:
             if sequence.shared is not None:
                 assert aux is not None
                 taken = partial(self._step_states, sequence, proposal, aux, b, path)
-                if many is None:  # its memory has places for rejected draft tokens, too
+                if (
+                    proposal.width > 1 and many is None
+                ):  # its memory has places for rejected draft tokens, too
                     taken = partial(States, *taken())
                 sequence.shared.add(sequence.row, len(path), taken, aux)
         if drafting:

@@ -90,6 +90,11 @@ class Sequence:
         return self.tokens[begin:end] if begin >= 0 else self.in_cache[self.shown :]
 
     @property
+    def constrained(self) -> bool:
+        """By a grammar."""
+        return isinstance(self.rule, Constrained)
+
+    @property
     def prefilling(self) -> bool:
         return self.cached < len(self.prompt)
 

@@ -52,6 +52,9 @@ class Dice:
         self.rested.add(steps)
         return steps
 
+    def joins(self, running):
+        return self.dice.random() < 0.8
+
     def chain_cut(self):
         return None
 

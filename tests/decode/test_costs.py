@@ -130,7 +130,7 @@ def spoil(message, **changes):
 
 SPOILT = [
     (lambda message: "{", "JSON"),
-    (lambda message: spoil(message, format=1), "has format 1; this version reads 7"),
+    (lambda message: spoil(message, format=1), "has format 1; this version reads 8"),
     (lambda message: spoil(message, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
     (lambda message: spoil(message, points=[]), "is not a cost table"),
     (lambda message: spoil(message, points=[{**message["points"][0], "speed": 1}]), "is not a cost table"),

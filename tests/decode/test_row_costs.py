@@ -39,6 +39,20 @@ def test_a_draft_of_one_forward_grows_as_the_pass_does():
         assert many.rest_seconds(5, batch) == pytest.approx(batch * one.rest_seconds(5))
 
 
+@pytest.mark.parametrize("one_draft", (False, True))
+def test_hundreds_of_positions_cost_no_less_than_those_of_a_prompt(one_draft):
+    """What a few positions of one row seem to add is no slope to go by."""
+    one, least = embedded(), 1e-3
+    one = replace(one, points=tuple(replace(p, prompt=least) for p in one.points))
+    many = shared(one, 8, one_draft=one_draft)
+    assert 64 * least > one.verify_seconds(64, 256)
+    assert many.verify_seconds(8, 256, 8) == pytest.approx(64 * least)
+    assert many.verify_seconds(8, 256, 1) == one.verify_seconds(8, 256), "as it was measured"
+    if one_draft:
+        grown = many.verify_seconds(8, 256, 8) / one.verify_seconds(8, 256)
+        assert many.draft_seconds(8, 256, 8) == pytest.approx(grown * one.draft_seconds(8, 256))
+
+
 def test_what_pays_for_one_does_not_pay_for_many():
     """Three draft tokens of each step accepted, of a draft nearly as dear as the step."""
     widths = {}

@@ -14,6 +14,7 @@ from dflash_drafts import random_dflash
 from eagle3_drafts import bound_eagle3
 
 from outpace.decode import ahead
+from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import BoundDFlash
@@ -222,6 +223,46 @@ def test_a_prompt_is_reused_as_far_as_its_draft_has_read_it():
         if draft is not None:
             assert shared.known(client.sequence.row) == client.sequence.cached
     assert reused == [0, 0, len(prompt) - 2, len(prompt) - 1]
+
+
+class Choosing(Fixed):
+    """Requests join with their draft, or without, as `answers` says."""
+
+    def __init__(self, positions, answers):
+        super().__init__(positions)
+        self.answers, self.asked = answers, []
+
+    def joins(self, running):
+        self.asked.append(running)
+        return self.answers.pop(0)
+
+
+def test_requests_join_without_a_draft_that_is_not_used(monkeypatch):
+    model, prompt, other = target(), [*range(20, 60)], [*range(30, 50)]
+    bound = BoundDFlash(random_dflash(model, head_dim=8), model)
+    controller = Choosing(4, [False, False, True])
+    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100), [bound], controller)
+    (shared,) = engine.shared.values()
+
+    def sent(*prompts, draft=bound):
+        clients = [Client(each, request(9), draft=draft) for each in prompts]
+        for client in clients:
+            engine.add(client.sequence)
+        run(engine)
+        assert [c.tokens for c in clients] == [alone(model, each, request(9), 0) for each in prompts]
+        return [client.sequence for client in clients]
+
+    first, second = sent(prompt, other)
+    assert controller.asked == [2, 2], "those that run then"
+    assert first.draft is second.draft is None and not first.drafted + second.drafted
+    assert not any(shared.pending) and not any(shared.session.lengths)
+    (third,) = sent(prompt)
+    assert third.draft is bound and third.drafted and not third.reused, "the draft has yet to see the prompt"
+    (lookup,) = sent(prompt, draft=NGram(block_size=4))
+    assert lookup.draft and lookup.reused and not controller.answers, "a lookup keeps nothing of the target"
+    monkeypatch.setattr(Sequence, "constrained", property(lambda sequence: True))
+    (formed,) = sent(other)
+    assert formed.draft is bound and len(controller.asked) == 3, "what a grammar forces is proposed"
 
 
 def test_an_error_ends_those_that_met_it():
