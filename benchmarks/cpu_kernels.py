@@ -7,7 +7,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import bindings, expert_bindings
 from outpace.ops.quant import Quant
 
 MANY = (1, 2, 4, 8, 16)
@@ -57,7 +57,7 @@ def _measure_moe(c: int, f: int, e: int, k: int, dtype: torch.dtype, copies: int
     name = f"moe {c}, {f}, {k} of {e} " + ("mxfp4" if dtype == torch.uint8 else str(dtype)[6:])
 
     def call(m: int, i: int) -> Tensor:
-        return bindings.moe(x[:m], index[i][:m], gate[:m], up[i], None, down[i], None, "gpt_oss")
+        return expert_bindings.moe(x[:m], index[i][:m], gate[:m], up[i], None, down[i], None, "gpt_oss")
 
     _measure(name, call, copies, nbytes)
 

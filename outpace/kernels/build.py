@@ -87,16 +87,29 @@ def built() -> str:
     return "none" if library is None else Path(library._name).stem
 
 
+def _has(what: str) -> bool:
+    library = load()[0]
+    return library is not None and bool(ctypes.c_int.in_dll(library, f"has_{what}"))
+
+
 def tiles() -> bool:
     """Whether large matrices in bfloat16 are multiplied by matrix tiles (AMX)."""
-    library = load()[0]
-    return library is not None and bool(ctypes.c_int.in_dll(library, "has_tiles"))
+    return _has("tiles")
 
 
 def bfloat16() -> bool:
     """Whether the kernels multiply numbers of bfloat16 as such."""
-    library = load()[0]
-    return library is not None and bool(ctypes.c_int.in_dll(library, "has_bfloat16"))
+    return _has("bfloat16")
+
+
+def pairs() -> bool:
+    """Whether activations that are rounded to bfloat16 meet weights in pairs."""
+    return _has("pairs")
+
+
+def whole() -> bool:
+    """Whether MXFP4 experts are multiplied in whole numbers."""
+    return _has("whole")
 
 
 def why_not() -> str | None:

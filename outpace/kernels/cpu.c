@@ -47,7 +47,7 @@ typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef const uint8_t *bytes;
 typedef const float *floats;
 typedef const void *any;  // float32, bfloat16 or float16, as the kind beside it says
-enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, PAIRED };  // of weights; MXFP4: as in safetensors; PAIRED: see cpu_pairs.c
+enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, WHOLE, PAIRED };  // of weights; MXFP4: as in safetensors; WHOLE: see cpu_whole.c; PAIRED: cpu_pairs.c
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows at once; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
 enum { ITEM = 48, SPREAD = 512 };                     // weight rows of an item, at least: of all tiles a multiple; values unpacked at a time
@@ -208,7 +208,7 @@ INLINE long at(long kind, long k) {  // bytes before value k; shifts, because sm
         case F32: return 4 * k;
         case BF16: case F16: return 2 * k;
         case MXFP4: return k >> 1;
-        case GGML_MXFP4: return (k >> 5) * 17;
+        case GGML_MXFP4: case WHOLE: return (k >> 5) * 17;  // WHOLE: of 16 rows, each has its share
         case Q8_0: return (k >> 5) * 34;
         case Q4_0: return (k >> 5) * 18;
         case Q4_K: return (k >> 8) * 144;
@@ -219,6 +219,7 @@ INLINE long at(long kind, long k) {  // bytes before value k; shifts, because sm
 #include "cpu_formats.c"
 #include "cpu_pairs.c"
 #include "cpu_products.c"
+#include "cpu_whole.c"
 #include "cpu_tiles.c"
 
 // ---- rows

@@ -26,23 +26,27 @@ static Rows rows_of(const Experts *o, long k, long kind, int far) { return (Rows
 // Expert e's gates and ups begin `apart` * e rows into theirs; interleaved, they stand in turn in one matrix, which both name.
 typedef struct { floats x; const int64_t *index; floats weight; Experts gate, up, down; float *y; int64_t M, C, F, E, k, apart, interleaved, clamped;
                  double limit, alpha; int64_t rounded, threads; } Moe;  // rounded: see cpu_pairs.c
-typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; Rows gate, up, down; int round; } Plan;
+typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; Rows gate, up, down; int round, units; } Plan;  // units: of the hidden layer, of an item
 
+static void row_dots(const floats *x, float *const *y, int rows, const Rows *m, long n, int cols, any bias, long bias_kind) {
+    if (m->kind == WHOLE) whole_dots(x, y, rows, m, n, cols, bias, bias_kind);
+    else dots(x, y, rows, m, n, cols, bias, bias_kind);
+}
 static void up(const void *with, long item, long me) {  // some units of the hidden layer of one expert, for all its rows
     const Plan *p = with;
     const Moe *o = p->o;
-    long groups = (o->F + ITEM - 1) / ITEM, e = p->used[item / groups], f0 = item % groups * ITEM, units = MIN(ITEM, o->F - f0), row = o->apart * e;
-    int pairs = p->down.kind >= PAIRED;
+    long groups = (o->F + p->units - 1) / p->units, e = p->used[item / groups], f0 = item % groups * p->units, units = MIN(p->units, o->F - f0), row = o->apart * e;
+    int pairs = p->down.kind >= PAIRED, whole = p->down.kind == WHOLE;
     float raw[MOST][2 * ITEM], limit = o->limit, *gates[MOST], *ups[MOST];
     floats xs[MOST];
     for (int r = 0; r < MOST; r++) gates[r] = raw[r], ups[r] = raw[r] + units;
     for (long a = p->first[e]; a < p->first[e + 1]; a += MOST) {
         int rows = MIN(MOST, p->first[e + 1] - a);
         for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * x_apart(o->C, p->up.kind);
-        if (o->interleaved) dots(xs, gates, rows, &p->gate, row + 2 * f0, 2 * units, o->gate.bias, o->gate.bias_kind);
+        if (o->interleaved) row_dots(xs, gates, rows, &p->gate, row + 2 * f0, 2 * units, o->gate.bias, o->gate.bias_kind);
         else {
-            dots(xs, gates, rows, &p->gate, row + f0, units, o->gate.bias, o->gate.bias_kind);
-            dots(xs, ups, rows, &p->up, row + f0, units, o->up.bias, o->up.bias_kind);
+            row_dots(xs, gates, rows, &p->gate, row + f0, units, o->gate.bias, o->gate.bias_kind);
+            row_dots(xs, ups, rows, &p->up, row + f0, units, o->up.bias, o->up.bias_kind);
         }
         for (int r = 0; r < rows; r++) {
             float g[ITEM] = {0}, u[ITEM] = {0}, *to = p->h + p->order[a + r] * x_apart(o->F, p->down.kind);
@@ -51,7 +55,8 @@ static void up(const void *with, long item, long me) {  // some units of the hid
             if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(limit, g[i]), u[i] = MAX(-limit, MIN(limit, u[i])) + 1.0f;  // the last one, where it is not a number
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
             if (p->round) round_row(g, units, pairs, pairs ? (void *)((uint16_t *)to + f0) : g);
-            if (pairs) continue;
+            if (whole) steps_of_32(g, (Steps *)to + f0 / 32);
+            if (pairs || whole) continue;
             if (o->down.kind == MXFP4) for (long i = 0; i < units; i += 16) mix(g + i, f0 + i, to);  // F is a multiple of 32, ITEM of 16
             else memcpy(to + f0, g, units * sizeof(float));
         }
@@ -66,7 +71,7 @@ static void down(const void *with, long item, long me) {  // some columns of y, 
     for (long i = 0; i < p->distinct; i++) for (long e = p->used[i], a = p->first[e]; a < p->first[e + 1]; a += MOST) {
         int rows = MIN(MOST, p->first[e + 1] - a);
         for (int r = 0; r < rows; r++) xs[r] = p->h + p->order[a + r] * x_apart(o->F, p->down.kind), ys[r] = mine + p->order[a + r] * ITEM;
-        dots(xs, ys, rows, &p->down, o->C * e + n, cols, o->down.bias, o->down.bias_kind);
+        row_dots(xs, ys, rows, &p->down, o->C * e + n, cols, o->down.bias, o->down.bias_kind);
     }
     for (long m = 0; m < o->M; m++) {
         float total[ITEM] = {0};
@@ -74,6 +79,9 @@ static void down(const void *with, long item, long me) {  // some columns of y, 
         memcpy(o->y + m * o->C + n, total, cols * sizeof(float));
     }
 }
+
+typedef struct { floats x; Steps *to; } Stepping;
+static void steps_of_x(const void *with, long item) { steps_of_32(((const Stepping *)with)->x + 32 * item, ((const Stepping *)with)->to + item); }
 
 // y[m] = sum over i of weight[m, i] * (down . act(gate . x[m], up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation.
 void moe(const Moe *o) {
@@ -90,12 +98,16 @@ void moe(const Moe *o) {
     for (long a = 0; a < A; a++) order[first[o->index[a]]++] = a;
     memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
-    Plan plan = {o, o->x, h, parts, first, used, order, distinct, A, rows_of(&o->gate, C, kind, far), rows_of(&o->up, C, kind, far), rows_of(&o->down, F, kind, far), round};
+    Plan plan = {o, o->x, h, parts, first, used, order, distinct, A, rows_of(&o->gate, C, kind, far), rows_of(&o->up, C, kind, far), rows_of(&o->down, F, kind, far), round, o->down.kind == WHOLE ? 32 : ITEM};
     if (round) plan.x = round_rows(o->x, M, C, kind, x, o->threads);
     if (o->up.kind == MXFP4 && !kind) {
         for (long c = 0; c < M * C; c += 16) mix(plan.x + c, c, mixed);  // C is a multiple of 32
         plan.x = mixed;
     }
-    each_item(distinct * ((F + ITEM - 1) / ITEM), up, &plan, threads);
+    if (o->up.kind == WHOLE) {
+        each_row(M * (C / 32), steps_of_x, &(Stepping){plan.x, (Steps *)mixed}, team((double)M * C, 16384, o->threads));
+        plan.x = mixed;
+    }
+    each_item(distinct * ((F + plan.units - 1) / plan.units), up, &plan, threads);
     each_item((C + ITEM - 1) / ITEM, down, &plan, threads);
 }

@@ -6,9 +6,12 @@ INLINE vi rounded(vf v) { return (vi)(((vu)v + 0x7fff + (((vu)v >> 16) & 1)) >> 
 #else
 #define BY_PAIRS 0
 #endif
-INLINE int rounds(long wanted, long kind) { return wanted && (kind == BF16 || kind == MXFP4 || kind == GGML_MXFP4); }
+int has_pairs = BY_PAIRS;
+INLINE int rounds(long wanted, long kind) { return wanted && (kind == BF16 || kind == MXFP4 || kind == GGML_MXFP4 || kind == WHOLE); }
 INLINE long paired(long wanted, long kind) { return BY_PAIRS && rounds(wanted, kind) ? PAIRED + kind : kind; }  // the kind for an x in pairs
-INLINE long x_apart(long k, long kind) { return kind >= PAIRED ? (k + 31) / 32 * 16 : k; }  // between rows of x, in the size of a float
+INLINE long x_apart(long k, long kind) {  // between rows of x, in the size of a float
+    return kind >= PAIRED ? (k + 31) / 32 * 16 : kind == WHOLE ? k / 32 * 28 : k;
+}
 
 static void round_row(floats x, long n, int pairs, void *to) {  // pairs: n is rounded up to 16
     for (long i = 0; i < n; i += W) {

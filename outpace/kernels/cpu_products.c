@@ -53,7 +53,7 @@ INLINE void tile(const int R, const int C, const int kind, const floats *x, cons
     else sums_of(a, R * C, sums);
 }
 
-INLINE int no_tile(long kind) { return kind > Q8_0 && kind < PAIRED; }
+INLINE int no_tile(long kind) { return kind > Q8_0 && kind < WHOLE; }
 
 // How many weight rows a tile of so many rows of x has. Few rows take many: the sums of 16 accumulators cost what those of one do.
 static const int WIDTH[ROWS + 1] = {0, W, W / 2, COLS, COLS};

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import bindings, expert_bindings
 from outpace.kernels.bindings import KIND, HeadNorms, Matrix, _address, _c, _matrix
 from outpace.kernels.draft_bindings import Noise, pack_conv, pack_paths, pack_walk
 from outpace.kernels.layouts import cases, sources
@@ -98,8 +98,8 @@ class Program:
         self.call("route", bindings.pack_route(x, w, b, index, weight, **rules), x, w, b, index, weight)
 
     def moe(self, x: Tensor, index: Tensor, weight: Tensor, y: Tensor, *experts: Any) -> None:
-        """`experts`: what `bindings.pack_moe` takes after y, but for its last."""
-        packed = bindings.pack_moe(x, index, weight, y, *experts, rounded=self.rounded)
+        """`experts`: what `expert_bindings.pack_moe` takes after y, but for its last."""
+        packed = expert_bindings.pack_moe(x, index, weight, y, *experts, rounded=self.rounded)
         self.call("moe", packed, x, index, weight, y, *experts)
 
     def places(self, start: Tensor, depth: Tensor | None, held: int, offset: int, positions: Tensor) -> None:

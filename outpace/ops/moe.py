@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import bindings, expert_bindings
 from outpace.kernels.bindings import captured, use_kernel, use_triton
 from outpace.ops import mxfp4
 from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
@@ -102,7 +102,7 @@ def run_experts(
         rules = (style, limit or 0.0, ALPHA, gate, gate_bias, rounded)
 
         def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *rules)
+            return expert_bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *rules)
 
         if len(x) <= MOST_TOKENS:
             return weigh(x, experts, weights)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nearly import DTYPES, close
 
-from outpace.kernels import bindings, build
+from outpace.kernels import bindings, build, expert_bindings
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -354,11 +354,11 @@ def test_moe(form, c, f, style):
     biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
     for m, x, index, weight in choices(c, e, k):
         for a, b in (biases, (None, None)):
-            ours = bindings.moe(x, index, weight, up, a, down, b, style)
+            ours = expert_bindings.moe(x, index, weight, up, a, down, b, style)
             close(ours, moe_reference(x, index, weight, plain_up, a, plain_down, b, style))
         for i in range(m):
             row = slice(i, i + 1)
-            one = bindings.moe(x[row], index[row], weight[row], up, None, down, None, style)
+            one = expert_bindings.moe(x[row], index[row], weight[row], up, None, down, None, style)
             assert torch.equal(one, ours[row])
 
 

@@ -5,7 +5,7 @@ import torch
 from gguf_blocks import blocks
 from test_cpu import choices, experts, moe_reference, packed, unpack
 
-from outpace.kernels import bindings
+from outpace.kernels import bindings, expert_bindings
 from outpace.ops import moe as ops_moe
 from outpace.ops.linear import linear, reference_linear
 from outpace.ops.moe import run_experts
@@ -84,15 +84,15 @@ def test_experts_round_what_both_of_their_matrices_meet(form, c, f, style, monke
     biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
     for m, x, index, weight in choices(c, e, k):
         given = index, weight, up, biases[0], down, biases[1], style
-        ours = bindings.moe(x, *given, rounded=True)
+        ours = expert_bindings.moe(x, *given, rounded=True)
         dense = plain_up, biases[0], plain_down, biases[1]
         truth = moe_reference(x, index, weight, *dense, style, rounded)
         # a hidden value next to the middle of two numbers may be rounded the other way
         assert (ours - truth).abs().max() < 2e-3 * truth.abs().max()
-        assert not torch.equal(ours, bindings.moe(x, *given))
+        assert not torch.equal(ours, expert_bindings.moe(x, *given))
         for i in range(m):
             row = slice(i, i + 1)
-            one = bindings.moe(x[row], index[row], weight[row], *given[2:], rounded=True)
+            one = expert_bindings.moe(x[row], index[row], weight[row], *given[2:], rounded=True)
             assert torch.equal(one, ours[row])
     limit = 7.0 if style == "gpt_oss" else None
     matrices = up, biases[0], down, biases[1], limit
