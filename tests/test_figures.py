@@ -52,7 +52,7 @@ def test_what_is_read_of_gguf_files():
         (ROOT / "outpace" / "kernels" / name).read_text(encoding="utf-8")
         for name in ("cpu.c", "cpu_products.c")
     )
-    kinds = re.search(r"enum \{ ([\w, ]+), PAIRED \};  // of weights", kernel)
+    kinds = re.search(r"enum \{ ([\w, ]+), WHOLE, PAIRED \};  // of weights", kernel)
     last = re.search(r"int no_tile\(long kind\) \{ return kind > (\w+) ", products)
     spread = re.search(r"SPREAD = (\d+)", kernel)
     assert kinds is not None and last is not None and spread is not None
