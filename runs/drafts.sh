@@ -3,10 +3,10 @@
 #
 #   runs/drafts.sh [WORK] [REPORT]
 #
-# In the environment: SAMPLES (16000 answers, 11 GiB) and STEPS (the recipes'). In minutes, to see it walk:
+# In the environment: SAMPLES (16000 answers, 11 GiB, and as many to go on with) and STEPS (the recipes'). In minutes, to see it walk:
 #   SAMPLES=32 STEPS=2 SET="problems=1 families=units calibrate_s=2.0" runs/drafts.sh work/micro work/micro/report
 #
-# On two cores: a quarter of an hour for the answers, half an hour for the drafts, which learn side by side. Everything resumes.
+# On two cores: a quarter of an hour for each of the two caches of answers, three quarters for each stage of training. Everything resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=default
@@ -18,23 +18,29 @@ steps=(${STEPS:+--set "steps=$STEPS"})
 settings=()
 for setting in ${SET:-}; do settings+=(--set "$setting"); done
 
-train() { # the command's name, which is the draft's in the suite, and the recipe's
-  if [ -f "$work/$1/provenance.json" ]; then
-    echo "$1: trained before, skipped"
-    return
+answer() { # the cache's name and the seed of its problems
+  "$outpace" problems "$work/$1.jsonl" --count "$samples" --seed "$2"
+  "$outpace" teacher build "$target" --prompts "$work/$1.jsonl" --out "$work/$1" --final --set "samples=$samples" \
+    --set "response_tokens=[600,600]" --set greedy_share=0.8 --set shard_samples=320 --set batch=32
+}
+
+train() { # the command's name, which is the draft's in the suite, the recipe's, the cache's, and more
+  if [ -f "$work/$2/draft/provenance.json" ]; then
+    echo "$2: trained before, skipped"
+  else
+    OMP_NUM_THREADS=1 "$outpace" train "$1" "$target" --recipe "recipes/drafts/$2.toml" --cache "$work/$3" \
+      --prompts "$work/held-out.jsonl" --out "$work/$2" ${steps[@]+"${steps[@]}"} "${@:4}"
   fi
-  OMP_NUM_THREADS=1 "$outpace" train "$1" "$target" --recipe "recipes/drafts/$2.toml" --cache "$work/cache" \
-    --prompts "$work/held-out.jsonl" --out "$work/$2" ${steps[@]+"${steps[@]}"}
   ln -sfn "$2/draft" "$work/$1"
 }
 
 mkdir -p "$work"
-"$outpace" problems "$work/problems.jsonl" --count "$samples" --seed 8
 "$outpace" problems "$work/held-out.jsonl" --held-out --count 96 --seed 5
-"$outpace" teacher build "$target" --prompts "$work/problems.jsonl" --out "$work/cache" --final --set "samples=$samples" \
-  --set "response_tokens=[600,600]" --set greedy_share=0.8 --set shard_samples=320 --set batch=32
-train dflash answers-dflash2 &
-train eagle3 answers-eagle3
+answer cache 8
+answer cache-on 9
+train dflash answers-dflash2 cache &
+train eagle3 answers-eagle3 cache
 wait $!
+train dflash answers-dflash2-on cache-on --init "$work/answers-dflash2/draft"
 "$outpace" bench "$target" --suite answers --recipe recipes/drafts/suite-answers.toml --drafts "$work" --out "$report" \
   ${settings[@]+"${settings[@]}"}
