@@ -441,7 +441,8 @@ class Adaptive:
         return self.use.setdefault(_rounded_up(running), DraftUse())
 
     def joins(self, running: int) -> bool:
-        return self._use(running).joins()
+        """A request that is alone gains most, and waits for nobody."""
+        return running == 1 or self._use(running).joins()
 
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-REVIEWED = 256  # steps after which it is looked at how many had draft tokens
+REVIEWED = 64  # steps after which it is looked at how many had draft tokens
 RARE = 1 / 16  # fewer than this share of them
-LEAST_WITHOUT, MOST_WITHOUT = 16, 256  # requests that then join without their draft, twice as many each time
+LEAST_WITHOUT, MOST_WITHOUT = 64, 1024  # requests that then join without their draft, twice as many each time
 
 
 @dataclass

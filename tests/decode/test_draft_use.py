@@ -3,7 +3,7 @@
 from simulated import chain, embedded
 
 from outpace.decode.controller import Adaptive
-from outpace.decode.draft_use import MOST_WITHOUT, REVIEWED, DraftUse
+from outpace.decode.draft_use import LEAST_WITHOUT, MOST_WITHOUT, REVIEWED, DraftUse
 from outpace.decode.row_costs import shared
 
 
@@ -20,7 +20,7 @@ def test_all_bring_it_until_enough_steps_were_made():
     use.add(REVIEWED - 1, False)
     assert all(use.joins() for _ in range(100))
     use.add(1, False)
-    assert without(use) == 16
+    assert without(use) == LEAST_WITHOUT
     assert use.joins(), "the next review is of as many steps"
 
 
@@ -30,7 +30,7 @@ def test_each_fruitless_review_doubles_them_and_one_of_use_begins_again():
         use.add(drafted, True)
         use.add(REVIEWED - drafted, False)
         counts.append(without(use))
-    assert counts == [16, 32, 64, 128, 256, MOST_WITHOUT, 0, 16]
+    assert counts == [64, 128, 256, 512, 1024, MOST_WITHOUT, 0, 64]
 
 
 def clocked(controller, running, steps, kept):
@@ -47,11 +47,18 @@ def clocked(controller, running, steps, kept):
 def test_a_controller_counts_each_load():
     controller = Adaptive(shared(embedded(0.9), 8))
     controller.begin(8, 1024)
-    clocked(controller, 1, 600, kept=6)
+    clocked(controller, 2, 600, kept=8)
     clocked(controller, 8, 600, kept=1)
-    assert controller.joins(1), "drafting pays there"
+    assert controller.joins(2), "drafting pays there"
     assert [controller.joins(n) for n in (8, 7, 5)] == [False] * 3
     assert controller.joins(9) and controller.joins(4), "nothing is known of these"
+
+
+def test_a_request_that_is_alone_brings_its_draft():
+    controller = Adaptive(shared(embedded(0.9), 8))
+    controller.begin(8, 1024)
+    clocked(controller, 1, 600, kept=1)
+    assert all(controller.joins(1) for _ in range(100))
 
 
 def test_steps_of_a_rest_that_were_made_in_one_call_count_each():

@@ -493,7 +493,7 @@ MUTANTS = [
         "a draft that serves one is left at home by it because eight had no use for it",
         "outpace/decode/controller.py",
         "self._use(self._running).add(",
-        "self._use(1).add(",
+        "self._use(8).add(",
         "tests/decode/test_draft_use.py",
     ),
     (
