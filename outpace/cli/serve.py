@@ -1,7 +1,6 @@
 """The command serve: an OpenAI-compatible server."""
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -129,14 +128,11 @@ def serve(
 def _check_memory(kv: int, steps: int, config: "EngineConfig", limit: float | None) -> None:
     """Raises ValueError, with what would fit, for bytes that could run out while it serves. `limit`: of the
     KV alone, in GB."""
-    needed, what = kv, "KV"
+    from outpace.ops.dispatch import available_memory
+
+    needed, what, allowed = kv + steps, "KV and steps", available_memory()
     if limit is not None:
-        allowed = int(limit * 1e9)
-    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        allowed = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needed, what = kv + steps, "KV and steps"
-    else:
-        return
+        needed, what, allowed = kv, "KV", int(limit * 1e9)
     if needed > allowed:
         fit = allowed * config.max_num_seqs // needed
         advice = f"use --max-num-seqs {fit}" if fit else "use a smaller --max-model-len"

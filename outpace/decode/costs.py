@@ -98,18 +98,8 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            single = (
-                p.rest,
-                p.idle or 0.0,
-                p.lone or 0.0,
-                p.plain,
-                p.show,
-                p.wake,
-                p.settle,
-                p.prompt,
-                p.context,
-            )
-            numbers = (*p.verify, *p.draft, *single)
+            single = p.rest, p.idle or 0.0, p.lone or 0.0, p.plain, p.show, p.wake, p.settle
+            numbers = (*p.verify, *p.draft, *single, p.prompt, p.context)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
             if (

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from outpace.checkpoint.open import open_checkpoint
 from outpace.doctor.engine import LayerSteps, Walk
+from outpace.ops.dispatch import available_memory
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def open_transformers(folder: Path, layers: int) -> Any:
         raise ValueError(f"--reference hf: {folder} holds no config.json; name an HF folder after PATH")
     theirs: Any = importlib.import_module("transformers")
     config = theirs.AutoConfig.from_pretrained(folder)
-    needed, free = _float32_bytes(folder, layers), _free_bytes()
+    needed, free = _float32_bytes(folder, layers), available_memory()
     if needed > free:
         raise ValueError(
             f"transformers would need about {needed / GIB:.0f} GiB for {folder} in float32, "
@@ -100,13 +100,3 @@ def _float32_bytes(folder: Path, layers: int) -> int:
         values = int(torch.Size(shape).numel())
         total += 4 * values * (2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1)
     return total
-
-
-def _free_bytes() -> int:
-    """Memory that the kernel reports as available; without /proc, half of the machine's."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        value = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(value.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

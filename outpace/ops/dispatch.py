@@ -1,4 +1,7 @@
-"""Kernel dispatch: the predicate for the C kernels, their `Program`, and the dtype of products."""
+"""Kernel dispatch: the predicate for the C kernels, their `Program`, the dtype of products; free memory."""
+
+import os
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,17 @@ from outpace.kernels.rounds import Made as Made
 from outpace.kernels.rounds import Rounds as Rounds
 from outpace.kernels.rounds import Row as Row
 from outpace.kernels.rounds import VerifyPass as VerifyPass
+
+
+def available_memory() -> int:
+    """Bytes that processes can have without swapping, those that hold copies of files included: pages that
+    are free are fewer. Without /proc, half of the machine's."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        value = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(value.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

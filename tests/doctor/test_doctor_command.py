@@ -66,7 +66,7 @@ def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, me
 
 
 def test_transformers_is_not_started_where_it_would_not_fit(monkeypatch, capsys):
-    monkeypatch.setattr("outpace.doctor.transformers_reference._free_bytes", lambda: 2**20)
+    monkeypatch.setattr("outpace.doctor.transformers_reference.available_memory", lambda: 2**20)
     code, _, err = run(monkeypatch, capsys, "default", "--reference", "hf", "--tokens", 8, "--layers", 1)
     assert code == 2 and "--layers 4" in err
 

@@ -64,8 +64,8 @@ MUTANTS = [
     (
         "steps of a server take no memory",
         "outpace/cli/serve.py",
-        """needed, what = kv + steps, """,
-        """needed, what = kv, """,
+        """needed, what, allowed = kv + steps, """,
+        """needed, what, allowed = kv, """,
         "tests/serve/test_command.py",
     ),
     (
@@ -357,5 +357,12 @@ MUTANTS = [
         "return Tree(self.parents[rows, :nodes])",
         "return Tree(self.parents[: len(rows), :nodes])",
         "tests/models/test_native_step.py",
+    ),
+    (
+        "memory that holds copies of files is not there to be had",
+        "outpace/ops/dispatch.py",
+        """line.startswith("MemAvailable:")""",
+        """line.startswith("MemFree:")""",
+        "tests/ops/test_dispatch.py",
     ),
 ]

@@ -1,11 +1,13 @@
-"""Kernel dispatch against the clock."""
+"""Kernel dispatch against the clock, and what there is."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from outpace.ops.dispatch import find_device, product_dtype
+from outpace.ops.dispatch import available_memory, find_device, product_dtype
 
 
 def seconds(dtype):
@@ -22,6 +24,15 @@ def test_products_take_a_dtype_that_the_device_multiplies():
     value = product_dtype(torch.device("cpu"))
     assert value in (torch.bfloat16, torch.float32)
     assert seconds(value) < 8 * seconds(torch.float32)  # emulated, bfloat16 takes fifty times as long
+
+
+def test_memory_that_holds_copies_of_files_is_there_to_be_had(monkeypatch):
+    """With a full page cache next to nothing is free, and nearly all available."""
+    text = "MemTotal: 24000000 kB\nMemFree: 200000 kB\nMemAvailable: 20000000 kB\nCached: 19000000 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    assert available_memory() == 20_000_000 * 1024
+    monkeypatch.setattr(Path, "read_text", lambda path: text.replace("MemAvailable", "Mem"))
+    assert available_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def test_a_device_is_named_by_what_is_there(monkeypatch):
