@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "site", "*_cache", "__pycache__", "shared", "demo-report")
+LEFT_OUT = shutil.ignore_patterns(
+    *(".git", ".venv", "site", "*_cache", "__pycache__", "shared", "demo-report", "work", "build")
+)
 LIMIT = 600  # seconds of one run of the tests; a mutant that makes them hang or crash counts as caught
 OUTCOMES = {0: "survived", 1: "caught"}  # by pytest's exit status
 
