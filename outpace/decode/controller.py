@@ -81,13 +81,13 @@ class Controller(Protocol):
         the clock may have a say; None: what was predicted."""
         ...
 
-    def joins(self, running: int) -> bool:
-        """Whether a request that joins brings its draft, where so many run then."""
-        ...
-
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         """For `cut` and `learn`, where a device verified n positions of every row by itself, root included:
         kept[b] of them continue row b. The next step's `width` came before."""
+        ...
+
+    def joins(self, running: int) -> bool:
+        """Not once per step: whether a request that joins a server brings its draft, where so many run then."""
         ...
 
 

@@ -15,7 +15,7 @@ class DraftUse:
     steps: int = 0  # since the last review
     drafted: int = 0  # of them, those with draft tokens
     without: int = 0  # requests that still join without their draft
-    last: int = LEAST_WITHOUT // 2  # of the last review's
+    next: int = LEAST_WITHOUT  # of the next review that finds next to none
 
     def add(self, steps: int, drafted: bool) -> None:
         self.steps += steps
@@ -25,9 +25,9 @@ class DraftUse:
         """Whether the next request brings its draft."""
         if not self.without and self.steps >= REVIEWED:
             if self.drafted < RARE * self.steps:
-                self.without = self.last = min(2 * self.last, MOST_WITHOUT)
+                self.without, self.next = self.next, min(2 * self.next, MOST_WITHOUT)
             else:
-                self.last = LEAST_WITHOUT // 2
+                self.next = LEAST_WITHOUT
             self.steps = self.drafted = 0
         if not self.without:
             return True

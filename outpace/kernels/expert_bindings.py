@@ -1,5 +1,6 @@
 """ctypes bindings of the kernel of a layer's experts, and the copies that it multiplies in whole numbers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,28 +36,28 @@ def interleaved(*matrices: Experts, rounded: bool = False) -> Sequence[Tensor | 
         return [None] * len(matrices)
     copies = list[Tensor | None]()
     for w in matrices:
-        blocks = w[0] if isinstance(w, tuple) else w.data
-        rows, groups = _rows_and_groups(w)
-        if not rows or rows % 16 or blocks.nbytes > MOST_INTERLEAVED or not blocks.is_contiguous():
+        *shape, groups = _shape(w)
+        parts = w if isinstance(w, tuple) else (w.data,)
+        if not groups or shape[-1] % 16 or parts[0].nbytes > MOST_INTERLEAVED or not parts[0].is_contiguous():
             return [None] * len(matrices)
-        version = None if blocks.is_inference() else blocks._version
-        kept = getattr(blocks, "interleaved", None)
-        if kept is None or kept[0] != version:
-            count = blocks.numel() // (groups * (16 if isinstance(w, tuple) else 17))
-            copy = torch.empty(count // 16, groups * 272, dtype=torch.uint8)
+        versions = [None if part.is_inference() else part._version for part in parts]
+        made, copy = getattr(parts[0], "interleaved", (None, None))
+        if made != versions:
+            rows = math.prod(shape)
+            if copy is None:  # programs that were packed hold its address
+                copy = torch.empty(rows // 16, groups * 272, dtype=torch.uint8)
             data, scales, kind, _, _ = _experts(w, None, None)
-            sizes = copy.data_ptr(), kind, count, groups * 32, _threads()
-            _c.interleave(_c.Interleave(data, scales, *sizes))
-            kept = blocks.interleaved = version, copy  # type: ignore[attr-defined]
-        copies.append(kept[1])
+            _c.interleave(_c.Interleave(data, scales, copy.data_ptr(), kind, rows, groups * 32, _threads()))
+            parts[0].interleaved = versions, copy  # type: ignore[attr-defined]
+        copies.append(copy)
     return copies
 
 
-def _rows_and_groups(w: Experts) -> tuple[int, int]:
-    """Of MXFP4 [E, N, 32 * groups]: N and groups; 0 of both else."""
+def _shape(w: Experts) -> tuple[int, ...]:
+    """E, N and groups of 32 of an MXFP4 matrix; no groups of another."""
     if isinstance(w, tuple):
-        return w[1].shape[-2], w[1].shape[-1]
-    return (w.shape[-2], w.shape[-1] // 32) if getattr(w, "format", "") == "MXFP4" else (0, 0)
+        return tuple(w[1].shape)
+    return *w.shape[:-1], w.shape[-1] // 32 if getattr(w, "format", "") == "MXFP4" else 0
 
 
 def moe(
@@ -110,8 +111,9 @@ def pack_moe(
     assert y.is_contiguous() and y.shape == x.shape
     clamped = style == "gpt_oss"
     in_turn = clamped and gate is None
-    up_copy, down_copy, gate_copy = interleaved(up, down, up if gate is None else gate, rounded=rounded)
-    gates = _experts(up, up_bias, up_copy) if gate is None else _experts(gate, gate_bias, gate_copy)
+    gates_of, bias_of = (up, up_bias) if gate is None else (gate, gate_bias)
+    gate_copy, up_copy, down_copy = interleaved(gates_of, up, down, rounded=rounded)
+    gates = _experts(gates_of, bias_of, gate_copy)
     ups = _experts(up, up_bias, up_copy, f if gate is None and not in_turn else 0)
     rows = f if gate is not None else 2 * f  # of an expert in the matrix of its gates
     experts = *gates, *ups, *_experts(down, down_bias, down_copy)

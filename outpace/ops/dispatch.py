@@ -1,6 +1,7 @@
 """Kernel dispatch: the predicate for the C kernels, their `Program`, the dtype of products; free memory."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -24,12 +25,14 @@ from outpace.kernels.rounds import VerifyPass as VerifyPass
 
 def available_memory() -> int:
     """Bytes that processes can have without swapping, those that hold copies of files included: pages that
-    are free are fewer. Without /proc, half of the machine's."""
+    are free are fewer. Without /proc, half of the machine's; no limit where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         value = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(value.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
+        if not hasattr(os, "sysconf"):
+            return sys.maxsize
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

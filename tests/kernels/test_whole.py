@@ -104,7 +104,7 @@ def test_gates_that_lie_apart_are_those_of_one_matrix():
 
 
 def test_every_code_counts_under_every_scale_that_numbers_have():
-    """One value of x at a time, so that each output is one weight, exactly."""
+    """One value of x at a time, so that each number of the hidden layer is one weight."""
     codes = torch.arange(16, dtype=torch.uint8)
     blocks = (codes | codes.roll(5) << 4).expand(1, 32, 1, 16).contiguous()
     down = packed(1, 32, 32, scales=(127, 128))
@@ -153,7 +153,7 @@ def test_what_is_no_number_stays_none_and_in_its_row(bad):
     assert got[2].isnan().all() and torch.equal(got[rest], clean[rest])
 
 
-def test_rounded_activations_are_exact():
+def test_activations_are_rounded_before_they_are_digits():
     """They have eight digits of the twenty-three."""
     up, down = packed(3, 64, 64), packed(3, 64, 32, seed=1)
     x, index, weight = inputs(5, 64, 3, 2)
@@ -168,14 +168,19 @@ def test_copies_follow_their_matrix_and_are_made_of_what_fits(monkeypatch):
     up, down = packed(3, 64, 64), packed(3, 64, 32, seed=1)
     given = inputs(5, 64, 3, 2)
     first = expert_bindings.interleaved(up, down)
-    assert [part.data_ptr() for part in expert_bindings.interleaved(up, down)] == [
-        part.data_ptr() for part in first
-    ]
+    addresses = [part.data_ptr() for part in first]
+    assert [part.data_ptr() for part in expert_bindings.interleaved(up, down)] == addresses
     before = run(given, up, down)
     up[0].bitwise_xor_(8)  # every other value changes its sign
     after = run(given, up, down)
     want = in_floats(monkeypatch, given, up, down)
     assert not torch.equal(before, after) and error(after, want) < 1e-6
+    down[1].sub_(1)  # half of all, by the scales alone
+    halves = run(given, up, down)
+    assert torch.equal(halves, after / 2)
+    assert [part.data_ptr() for part in expert_bindings.interleaved(up, down)] == addresses, (
+        "programs hold them"
+    )
     odd = packed(3, 40, 64), packed(3, 64, 32)  # 40 rows are no multiple of 16
     dense = torch.randn(3, 64, 32)
     for matrices in (odd, (up, dense), (up, Quant(torch.zeros(3, 64, 34).byte(), "Q8_0"))):

@@ -356,15 +356,15 @@ MUTANTS = [
     (
         "experts that were changed in place are multiplied as they were",
         "outpace/kernels/expert_bindings.py",
-        "if kept is None or kept[0] != version:",
-        "if kept is None:",
+        "if made != versions:",
+        "if made is None:",
         "tests/kernels/test_whole.py",
     ),
     (
         "one matrix is interleaved and the other is not",
         "outpace/kernels/expert_bindings.py",
-        "            return [None] * len(matrices)\n        version",
-        "            copies.append(None)\n            continue\n        version",
+        "            return [None] * len(matrices)\n        versions",
+        "            copies.append(None)\n            continue\n        versions",
         "tests/kernels/test_whole.py",
     ),
 ]

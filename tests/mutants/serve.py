@@ -485,7 +485,7 @@ MUTANTS = [
     (
         "a load that never drafts tries as often as one that begins",
         "outpace/decode/draft_use.py",
-        "self.without = self.last = min(2 * self.last, MOST_WITHOUT)",
+        "self.without, self.next = self.next, min(2 * self.next, MOST_WITHOUT)",
         "self.without = LEAST_WITHOUT",
         "tests/decode/test_draft_use.py",
     ),
