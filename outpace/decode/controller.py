@@ -87,7 +87,7 @@ class Controller(Protocol):
         ...
 
     def joins(self, running: int) -> bool:
-        """Not once per step: whether a request that joins a server brings its draft, where so many run then."""
+        """Of a server, once a request: whether it brings its draft, where so many run then."""
         ...
 
 
