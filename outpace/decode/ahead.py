@@ -16,7 +16,7 @@ from outpace.ops.dispatch import Draws
 
 MOST = 8  # steps of a call: rows that have ended wait for its end, and so do requests that arrive
 ALONE = 32  # of a single row, which ends the call when it ends
-SECONDS = 8e-3  # that a call may take: a text is streamed in pieces of so long
+SECONDS = 16e-3  # that a call may take: a text is streamed in pieces of so long, a frame of most screens
 
 
 class Verified(NamedTuple):

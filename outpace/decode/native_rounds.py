@@ -10,14 +10,12 @@ from outpace.decode.ahead import SECONDS
 from outpace.drafts.base import DraftSession, HostProposal
 from outpace.drafts.deferred import States
 from outpace.drafts.dflash import DFlashSession
-from outpace.drafts.dflash_native import NativeChain, NativeContext
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder, Target
 from outpace.models.native_step import stop_ids, verify_passes
 from outpace.ops.dispatch import ChainCut, Made, Rounds, Row
 
-MOST = 8  # rounds of a call
-MOST_TABLES = 16  # that are kept: one for each number of positions
+MOST = 16  # rounds of a call
 
 
 class Round(NamedTuple):
@@ -48,8 +46,6 @@ class NativeRounds:
     def __init__(self, target: Target, wanted: bool = True) -> None:
         """`wanted`: logits and noise alone say what comes."""
         self.target = target if wanted and isinstance(target, Decoder) and target.native else None
-        self.tables: dict[tuple[object, ...], Rounds] = {}  # by programs, which they keep alive
-        self.seconds = SECONDS  # of a round
 
     def play(
         self,
@@ -69,39 +65,27 @@ class NativeRounds:
         began, target = time.perf_counter(), self.target
         if target is None or type(session) is not DFlashSession or type(rule) not in (Match, Gumbel):
             return None
-        passes = verify_passes(target, cache, width, session.draft.target_layer_ids)
-        parts = session.native_chain(width) if passes else None
+        parts = session.native_chain(width)
         if parts is None:
             return None
         assert isinstance(rule, Match)
         chain, contexts = parts
-        rounds = self._table(chain, contexts, session)
-        rounds.use(passes)
-        most = min(MOST, max(int(SECONDS / self.seconds), 1), left)
-        temperature, coupled = rule.sampling.temperature, isinstance(rule, Gumbel)
-        keys = rule.keys_ahead(most * width) if temperature else None
-        (start,), (remembered,) = cache.lengths, session.cache.lengths
-        stops = stop_ids(frozenset(stop))
-        row = Row(last, start, remembered, left, stops, keys, temperature, coupled)
         with ExitStack() as held:
-            for lock in (target.native_steps.lock, chain.lock, chain.block.lock):
+            for lock in (target.native_steps.lock, chain.lock, chain.block.lock, *(c.lock for c in contexts)):
                 held.enter_context(lock)
-            for context in contexts:
-                held.enter_context(context.lock)
+            passes = verify_passes(target, cache, width, session.draft.target_layer_ids)
+            if not passes:
+                return None
+            session.point_to(chain, contexts)
+            rounds = chain.rounds(contexts, session.draft.config.temperatures[: width - 1], MOST)
+            rounds.use(passes)
+            most, temperature, coupled = min(MOST, left), rule.sampling.temperature, isinstance(rule, Gumbel)
+            keys = rule.keys_ahead(most * width) if temperature else None
+            (start,), (remembered,) = cache.lengths, session.cache.lengths
+            row = Row(last, start, remembered, left, stop_ids(frozenset(stop)), keys, temperature, coupled)
             chain.temperatures.fill_(rule.sampler.temperature if coupled else 0)
-            made = rounds.run(row, most, cut())
+            made = rounds.run(row, most, SECONDS, cut())
             return self._played(made, rounds, cache, session, rule, began)
-
-    def _table(self, chain: NativeChain, contexts: list[NativeContext], session: DFlashSession) -> Rounds:
-        key = chain, *contexts
-        known = self.tables.get(key)
-        if known is None:
-            if len(self.tables) == MOST_TABLES:
-                del self.tables[next(iter(self.tables))]
-            softness = session.draft.config.temperatures[: len(contexts) - 1]
-            known = Rounds(chain.of_round, [c.of_round for c in contexts], softness, MOST)
-            self.tables[key] = known
-        return known
 
     def _played(
         self,
@@ -127,14 +111,13 @@ class NativeRounds:
         cache.extend([max(sum(kept[:i]) + n for i, n in enumerate(made.verified))])
         cache.rewind([start + written])
         rule.went_ahead(written)
-        session.cache.extend([written if made.offered else written - kept[-1]])
-        self.seconds = (time.perf_counter() - began) / len(kept)
-        besides = self.seconds - sum(map(sum, made.seconds)) / len(kept)
+        session.cache.extend([made.observed])
+        besides = (time.perf_counter() - began - sum(map(sum, made.seconds))) / len(kept)
         played = [
             Round(offered[i], n, made.kept[i], (draft, verify + besides))
             for i, (n, (draft, verify)) in enumerate(zip(made.verified, made.seconds, strict=False))
         ]
         last, states = rounds.passes[made.verified[-1]], None
-        if not made.offered:
+        if made.observed < written:
             states = States(last.tokens.view(1, -1).clone(), last.aux.clone(), [kept[-1]])
         return Played(played, drafted, states, not last.odd.value)

@@ -3,7 +3,7 @@
 With the optional parts of `dflash_heads.py` it is a DFlash 2, or has DSpark's heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -193,6 +193,7 @@ class DFlashSession(CacheRows):
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = draft.in_one_piece
+        self.chains: dict[tuple[int, int], tuple[NativeChain, list[NativeContext]]] = {}
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -275,19 +276,21 @@ class DFlashSession(CacheRows):
 
     def native_chain(self, width: int) -> tuple[NativeChain, list[NativeContext]] | None:
         """What drafts `width` - 1 tokens after one row, and what remembers up to 1, 2 .. `width` of it; None
-        where they are not drafted so, one after the other."""
-        selector = self.draft.candidate_selector
-        if selector is None:
-            return None
-        program = self._native_program(NativeChain, width, selector.top_k)
-        if program is None or not self._native(width):
-            return None
-        step = self.cache.begin(program.block.T, both_ways=True)
-        contexts = [self._native_context(n) for n in range(1, width + 1)]
-        program.block.point_to(step, self.cache)
+        where they are not drafted so, one after the other. Who runs them uses `point_to` first."""
+        size = width, self.cache.batch
+        if size not in self.chains:
+            selector = self.draft.candidate_selector
+            program = self._native_program(NativeChain, width, selector.top_k) if selector else None
+            if program is None or not self._native(width):
+                return None
+            self.chains[size] = program, [self._native_context(n) for n in range(1, width + 1)]
+        return self.chains[size]
+
+    def point_to(self, chain: NativeChain, contexts: Sequence[NativeContext]) -> None:
+        step = self.cache.begin(chain.block.T, both_ways=True)
+        chain.block.point_to(step, self.cache)
         for context in contexts:
             context.point_to(step, self.cache)
-        return program, contexts
 
     def tree(self, last: Tensor, width: int, nodes: int, branch: int) -> HostProposal | None:
         program = self._native_program(NativeTree, width, branch, nodes)

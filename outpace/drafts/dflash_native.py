@@ -22,7 +22,7 @@ from outpace.kv.base import KVCache
 from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.ops.candidates import walkable
-from outpace.ops.dispatch import Chain, Context, Program, Rings
+from outpace.ops.dispatch import Chain, Context, Program, Rings, Rounds
 from outpace.ops.quant import Weight
 
 
@@ -191,6 +191,8 @@ class NativeChain(NativeCandidates):
             torch.zeros(len(ids)),
         )
         self._temperatures = self.temperatures.numpy()
+        self._rounds_of: tuple[object, ...] = ()
+        self._rounds: Rounds | None = None
         if self.books is not None:
             self.chosen, self.sure = (
                 torch.empty(self.keys.shape, dtype=torch.int64),
@@ -218,13 +220,15 @@ class NativeChain(NativeCandidates):
             sure = (self.values[..., 0] - self.lse).exp() if self.sure is None else self.sure
             return self.chosen.tolist(), sure.tolist()
 
-    @property
-    def of_round(self) -> Chain:
-        """Of one row, with a selector."""
-        assert self.sure is not None, "a selector's"
-        anchor = self.tokens[:, :1]
-        inputs = self.last, anchor, self.block.start
-        return Chain(self.program, *inputs, self.chosen, self.sure, self.keys)
+    def rounds(self, contexts: Sequence["NativeContext"], softness: Sequence[float], most: int) -> Rounds:
+        """Rounds of one row, drafted by a selector, which the next ones of the same contexts use again."""
+        if (*contexts, most) != self._rounds_of or self._rounds is None:
+            assert self.sure is not None, "a selector's"
+            inputs = self.last, self.tokens[:, :1], self.block.start
+            chain = Chain(self.program, *inputs, self.chosen, self.sure, self.keys)
+            self._rounds_of = *contexts, most
+            self._rounds = Rounds(chain, [c.of_round for c in contexts], softness, most)
+        return self._rounds
 
 
 class NativeTree(NativeCandidates):

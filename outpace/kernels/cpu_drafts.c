@@ -85,7 +85,7 @@ static void top_row(const void *with, long m) {
     o->lse[m] = v[0] + logf(rest);
 }
 void top(const Top *o) {
-    each_row(o->M, top_row, o, team((double)o->M * o->N, 65536, o->threads));
+    each_row(o->M, top_row, o, team((double)o->M * o->N, 8192, o->threads));
 }
 
 // ---- of each position's k candidates, the one with the largest score values + <A[the one before] * h, B[candidate]>; of rows with a temperature [M]

@@ -9,11 +9,12 @@ typedef struct { const Program *draft; int64_t *last, *anchor, *start; const int
 // passes, contexts: at [n] those of n tokens, up to N. stops: tokens that end the row. keys: of the noise of coming tokens, at a temperature. softness [N - 1],
 // or absent: as `dflash_decode.host_survival` has it. seconds [N + 1], trust [N]: of `controller.ChainCut`; absent: no chain is cut. Of each round made: tokens
 // [N], survival [N], how many positions were verified and `kept`, and nanoseconds of draft and verify pass; what was kept follows `text`. offered: a chain
-// was drafted after those of which no draft token was verified. `last`, start, remembered: where the row is, of the target and of the draft.
+// was drafted after those of which no draft token was verified. observed: tokens that the draft remembers of them, all where the row goes on. `last`, start,
+// remembered: where the row is, of the target and of the draft. longest: nanoseconds, of which rounds that are expected to take more are not begun.
 typedef struct {
     const Chain *chain; const VerifyPass *passes; const DraftContext *contexts; const int64_t *stops, *keys; const double *softness, *seconds, *trust;
-    int64_t *tokens, *verified, *kept, *text, *nanoseconds; float *survival; int64_t *made, *offered;
-    int64_t N, most, left, stop_count, layers, C, V, last, start, remembered, threads; double temperature, rate, settle;
+    int64_t *tokens, *verified, *kept, *text, *nanoseconds; float *survival; int64_t *made, *offered, *observed;
+    int64_t N, most, left, stop_count, layers, C, V, last, start, remembered, longest, threads; double temperature, rate, settle;
 } Rounds;
 
 static int survive(const Rounds *o, float *survival) {  // -> whether all are numbers
@@ -48,32 +49,35 @@ static void remember(const Rounds *o, const VerifyPass *p, long n, long kept, lo
     *c->start = behind, *c->counts = kept;
     run(c->append);
 }
+INLINE int another(const Rounds *o, long made, long spent) {
+    return !made || (made < o->most && spent + spent / made <= o->longest);
+}
 void play_rounds(const Rounds *o) {
     const Chain *chain = o->chain;
-    const VerifyPass *pass = 0;
-    long N = o->N, written = 0, observed = 0, n = 0, kept = 0, going = 1;
-    *o->made = *o->offered = 0;
-    for (long r = 0; r < o->most && written < o->left && going; r++) {
-        int64_t *tokens = o->tokens + r * N, *nanoseconds = o->nanoseconds + 2 * r;
+    long N = o->N, written = 0, going = 1, first = now();
+    *o->made = *o->offered = *o->observed = 0;
+    for (long r = 0; going && another(o, r, now() - first); r++) {
+        int64_t *tokens = o->tokens + r * N, *text = o->text + written, *nanoseconds = o->nanoseconds + 2 * r;
         float *survival = o->survival + r * N;
-        long began = now();
-        if (r) remember(o, pass, n, kept, o->remembered + observed), observed += kept;
-        *chain->last = *chain->anchor = tokens[0] = r ? o->text[written - 1] : o->last, *chain->start = o->remembered + observed;
+        long began = now(), kept = 1;
+        *chain->last = *chain->anchor = tokens[0] = r ? text[-1] : o->last, *chain->start = o->remembered + written;
         if (chain->keys) memcpy(chain->keys, o->keys + written, (N - 1) * sizeof(int64_t));
         run(chain->draft);
         memcpy(tokens + 1, chain->chosen, (N - 1) * sizeof(int64_t));
-        n = !survive(o, survival) ? 1 : o->seconds ? cut_at(o, survival, r ? 0 : o->settle) : N;
-        pass = o->passes + n;
+        long n = !survive(o, survival) ? 1 : o->seconds ? cut_at(o, survival, r ? 0 : o->settle) : N;
+        const VerifyPass *pass = o->passes + n;
         long drafted = now();
         nanoseconds[0] = drafted - began, nanoseconds[1] = 0;
         if (n == 1 || !pass->step) { *o->offered = 1; return; }
         memcpy(pass->tokens, tokens, n * sizeof(int64_t)), *pass->start = o->start + written, *pass->counts = n;
         run(pass->step);
-        int64_t *text = o->text + written;
         text[0] = target_token(o, pass, 0, written);
-        for (kept = 1; kept < n && tokens[kept] == text[kept - 1]; kept++) text[kept] = target_token(o, pass, kept, written + kept);
+        for (; kept < n && tokens[kept] == text[kept - 1]; kept++) text[kept] = target_token(o, pass, kept, written + kept);
         for (long i = 0; i < kept * o->stop_count; i++) if (text[i / o->stop_count] == o->stops[i % o->stop_count]) going = 0;
-        o->verified[r] = n, o->kept[r] = kept, written += kept, nanoseconds[1] = now() - drafted, *o->made = r + 1;
-        if (*pass->odd) return;
+        long judged = now();
+        o->verified[r] = n, o->kept[r] = kept, nanoseconds[1] = judged - drafted, *o->made = r + 1;
+        going &= written + kept < o->left && !*pass->odd;
+        if (going) remember(o, pass, n, kept, o->remembered + written), *o->observed = written + kept, nanoseconds[0] += now() - judged;
+        written += kept;
     }
 }

@@ -9,7 +9,10 @@ __attribute__((constructor)) static void ask(void) { has_tiles = !syscall(SYS_ar
 #ifndef TILED_FROM
 #define TILED_FROM (3 << 16)  // bytes of weights: with fewer, one row of x takes longer in tiles
 #endif
-INLINE int tiled(const Linear *o) { return has_tiles && o->kind == BF16 && 2 * o->N * o->K > TILED_FROM; }
+enum { ROUNDED_FROM = MIN(1 << 12, TILED_FROM) };  // of one part, which are a seventh of the work for twelve rows, and no more for one
+INLINE int tiled(const Linear *o) {
+    return has_tiles && o->kind == BF16 && 2 * o->N * o->K > (o->rounded ? ROUNDED_FROM : TILED_FROM);
+}
 
 static const struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } SHAPE = {
     1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};

@@ -42,12 +42,13 @@ static void steps_of_32(floats x, Steps *to) {
     }
     memcpy(to->less, less, sizeof less);
 }
+enum { TOGETHER = 6 };  // rows that meet what is unpacked once; of more, four and what is left
 INLINE void whole_tile(const int R, const floats *x, bytes w, long K, vf *sums) {  // of 16 weight rows
     const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), low = _mm512_set1_epi8(15);
     UNROLL for (int r = 0; r < R; r++) sums[r] = (vf){0};
     for (long i = 0; i < K / 32; i++, w += WHOLE_BLOCK) {
-        const Steps *at[ROWS];
-        __m512i a[ROWS][3];
+        const Steps *at[TOGETHER];
+        __m512i a[TOGETHER][3];
         UNROLL for (int r = 0; r < R; r++) at[r] = (const Steps *)x[r] + i;
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int d = 0; d < 3; d++) a[r][d] = _mm512_set1_epi32(at[r]->less[d]);
         UNROLL for (int j = 0; j < 16; j += 4) {
@@ -73,13 +74,15 @@ INLINE void whole_tile(const int R, const floats *x, bytes w, long K, vf *sums) 
 static void whole_dots(const floats *x, float *const *y, int rows, const Rows *m, long n, int cols, any bias, long bias_kind) {
     for (int c = 0; c < cols; c += 16) {
         bytes w = m->w + (n + c) * at(WHOLE, m->k);
-        vf b = bias ? fetch(bias, bias_kind, n + c, 16) : (vf){0}, sums[ROWS];
+        vf b = bias ? fetch(bias, bias_kind, n + c, 16) : (vf){0}, sums[TOGETHER];
         for (int r = 0, some; r < rows; r += some) {
-            switch (some = MIN(ROWS, rows - r)) {
+            switch (some = rows - r > TOGETHER ? ROWS : rows - r) {
                 case 1: whole_tile(1, x + r, w, m->k, sums); break;
                 case 2: whole_tile(2, x + r, w, m->k, sums); break;
                 case 3: whole_tile(3, x + r, w, m->k, sums); break;
-                default: whole_tile(4, x + r, w, m->k, sums);
+                case 4: whole_tile(4, x + r, w, m->k, sums); break;
+                case 5: whole_tile(5, x + r, w, m->k, sums); break;
+                default: whole_tile(6, x + r, w, m->k, sums);
             }
             for (int i = 0; i < some; i++) store(y[r + i] + c, sums[i] + b);
         }

@@ -77,7 +77,7 @@ class Row(NamedTuple):
 class Made(NamedTuple):
     """Of each round: the chain and its survival, root included, how many of its positions were verified, the
     tokens that were kept, and seconds of draft and verify pass. `offered`: whether the last chain was only
-    drafted."""
+    drafted. `observed`: how many of the tokens the draft remembers, all of them where the row goes on."""
 
     chains: list[list[int]]
     survival: list[list[float]]
@@ -85,6 +85,7 @@ class Made(NamedTuple):
     kept: list[list[int]]
     seconds: list[tuple[float, float]]
     offered: bool
+    observed: int
 
 
 class Rounds:
@@ -110,7 +111,7 @@ class Rounds:
             (ctypes.c_int64 * most)(),
             (ctypes.c_int64 * (2 * most))(),
         )
-        self.made, self.offered = ctypes.c_int64(), ctypes.c_int64()
+        self.made, self.offered, self.observed = (ctypes.c_int64() for _ in range(3))
 
     def use(self, passes: Mapping[int, VerifyPass]) -> None:
         """By their numbers of positions, from 2 to N: a chain that is cut to another is only drafted."""
@@ -124,9 +125,10 @@ class Rounds:
             )
         self._passes = ctypes.create_string_buffer(b"".join(items))
 
-    def run(self, row: Row, most: int, cut: ChainCut | None) -> Made:
-        """Up to `most` rounds. A call ends early with the row, with odd logits, and with a chain of which no
-        token is worth verifying, or with a pass that is not in use."""
+    def run(self, row: Row, most: int, longest: float, cut: ChainCut | None) -> Made:
+        """Up to `most` rounds, in about `longest` seconds, but one at least. A call ends early with the row,
+        with odd logits, and with a chain of which no token is worth verifying, or with a pass that is not in
+        use."""
         address = ctypes.addressof
         chain, some, stops = self.chain, next(iter(self.passes.values())), row.stops
         assert most <= self.most and (row.keys is None or len(row.keys) >= most * self.N)
@@ -143,10 +145,10 @@ class Rounds:
         rules = stops.data_ptr(), _address(row.keys), address(self._softness) if len(self._softness) else 0
         of_cut = (address(seconds), address(trust)) if seconds is not None and trust is not None else (0, 0)
         written = address(self.verified), address(self.kept), address(self.text), address(self.nanoseconds)
-        ends = self.survival.data_ptr(), address(self.made), address(self.offered)
+        ends = self.survival.data_ptr(), address(self.made), address(self.offered), address(self.observed)
         layers, _, _, C = some.aux.shape
         sizes = self.N, most, row.left, len(stops), layers, C, some.logits.shape[-1]
-        places = row.last, row.start, row.remembered
+        places = row.last, row.start, row.remembered, int(longest * 1e9)
         numbers = row.temperature, rate, settle
         outputs = self.tokens.data_ptr(), *written, *ends
         _c.play_rounds(_c.Rounds(*inputs, *rules, *of_cut, *outputs, *sizes, *places, _threads(), *numbers))
@@ -162,4 +164,4 @@ class Rounds:
         spent = [x / 1e9 for x in self.nanoseconds[: 2 * drafted]]
         seconds = list(zip(spent[::2], spent[1::2], strict=True))
         chains, survival = self.tokens[:drafted].tolist(), self.survival[:drafted].tolist()
-        return Made(chains, survival, self.verified[:made], kept, seconds, offered)
+        return Made(chains, survival, self.verified[:made], kept, seconds, offered, self.observed.value)

@@ -36,13 +36,13 @@ def played(monkeypatch):
     calls, play = [], NativeRounds.play
 
     def watched(self, *given):
-        self.seconds = 1e-9
         done = play(self, *given)
         calls.append(done)
         return done
 
     monkeypatch.setattr(NativeRounds, "play", watched)
-    monkeypatch.setattr(ahead, "SECONDS", 1e3)
+    for module in (ahead, native_rounds):
+        monkeypatch.setattr(module, "SECONDS", 1e3)
     return calls
 
 
@@ -114,10 +114,24 @@ def test_a_draft_that_is_often_right(embedded, rule, temperature, monkeypatch, p
     whole = both(request)
     assert 2 < whole.trace.tau < 12 and rounds_of(played) >= whole.trace.steps - 1
     assert any(len(done.rounds) > 2 for done in played if done is not None)
+    assert all(done.states is None for done in played[:-1] if done is not None)
     both(replace(request, max_new_tokens=23))
     stop = whole.tokens[0][31]
     ended = both(replace(request, stop=frozenset({stop})))
     assert ended.tokens[0] == whole.tokens[0][: whole.tokens[0].index(stop) + 1]
+
+
+def test_a_call_ends_in_time(embedded, monkeypatch, played):
+    """What a user waits for is no longer than SECONDS, or one round."""
+    target, draft = embedded
+    given = target, [PROMPT], Request(max_new_tokens=70), draft
+    whole = generate(*given, controller=Fixed(12))
+    most = max(len(done.rounds) for done in played if done is not None)
+    played.clear()
+    monkeypatch.setattr(native_rounds, "SECONDS", 1e-9)
+    alike(generate(*given, controller=Fixed(12)), whole)
+    assert most > 4 and {len(done.rounds) for done in played if done is not None} == {1}
+    assert all(done.states is None for done in played[:-1] if done is not None)
 
 
 def test_what_they_remember_serves_the_rounds_after(embedded, monkeypatch, played):
@@ -354,5 +368,6 @@ def test_programs_that_a_draft_has_dropped_are_run_no_more(embedded, monkeypatch
     monkeypatch.setattr(native_rounds, "MOST", 3)
     given = target, [PROMPT], Request(max_new_tokens=90), draft
     want = one_by_one(monkeypatch, *given, controller=Fixed(12))
-    alike(generate(*given, controller=Fixed(12), on_tokens=drop), want)
+    for _ in range(2):
+        alike(generate(*given, controller=Fixed(12), on_tokens=drop), want)
     assert len(dropped) > 20 and rounds_of(played) > 5

@@ -511,8 +511,8 @@ MUTANTS = [
     (
         "a draft in a native call forgets how far it has read",
         "outpace/kernels/cpu_rounds.c",
-        ", observed += kept;",
-        ";",
+        "*o->observed = written + kept",
+        "*o->observed = kept",
         "tests/decode/test_native_rounds.py",
     ),
     (
@@ -553,8 +553,8 @@ MUTANTS = [
     (
         "a draft counts a round that it has not read",
         "outpace/decode/native_rounds.py",
-        "written if made.offered else written - kept[-1]",
-        "written",
+        "session.cache.extend([made.observed])",
+        "session.cache.extend([written])",
         "tests/decode/test_native_rounds.py",
     ),
     (
@@ -568,9 +568,23 @@ MUTANTS = [
     ),
     (
         "rounds in one call run programs that a draft has dropped",
-        "outpace/decode/native_rounds.py",
-        "key = chain, *contexts",
-        "key = chain, len(contexts)",
+        "outpace/drafts/dflash_native.py",
+        "if (*contexts, most) != self._rounds_of",
+        "if not self._rounds_of",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "rounds in one call take as long as they like",
+        "outpace/kernels/cpu_rounds.c",
+        "made < o->most && spent + spent / made <= o->longest",
+        "made < o->most",
+        "tests/decode/test_native_rounds.py",
+    ),
+    (
+        "a draft leaves the first round of a call to Python",
+        "outpace/kernels/cpu_rounds.c",
+        "if (going) remember(",
+        "if (going && r) remember(",
         "tests/decode/test_native_rounds.py",
     ),
 ]
