@@ -31,12 +31,8 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.ops.sampling import Sampling
 
-PROVENANCE = {  # a report's key -> the key in a draft's provenance.json
-    "tokens": "training_tokens",
-    "hours": "training_hours",
-    "steps": "steps",
-    "cache_sha256": "cache_sha256",
-}
+# a report's key -> the key in a draft's provenance.json, where a draft that it began from has its own
+PROVENANCE = {"tokens": "training_tokens", "hours": "training_hours", "steps": "steps"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +97,6 @@ class LoadedMethod:
         nbytes = sum(t.nbytes for m in modules for _, t in named_tensors(m))
         if isinstance(self.draft, Suffix):
             nbytes += self.draft.answers.text.nbytes + self.draft.answers.order.nbytes
-        trained = {name: self.provenance.get(key) for name, key in PROVENANCE.items()}
         return {
             "kind": self.kind,
             "draft": self.spec.draft,
@@ -111,8 +106,19 @@ class LoadedMethod:
             "columns": self.draft.block_size,
             "parameters": sum(map(parameters, modules)),
             "bytes": nbytes,
-            "trained": trained if self.provenance else None,
+            "trained": _trained(self.provenance) if self.provenance else None,
         }
+
+
+def _trained(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Sums over all trainings that a draft began from, and the last one's teacher cache."""
+    stages, stage = list[dict[str, Any]](), provenance
+    while stage:
+        stages.append(stage)
+        stage = stage.get("started_from") or {}
+    known = {name: [stage[key] for stage in stages if key in stage] for name, key in PROVENANCE.items()}
+    sums = {name: round(sum(values), 3) if values else None for name, values in known.items()}
+    return sums | {"cache_sha256": provenance.get("cache_sha256")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -360,6 +361,17 @@ def test_unequal_data_is_reported():
 
 def loaded(target, tokenizer, drafts, **message):
     return load_method("M", MethodSpec(**message), drafts, target, tokenizer, fingerprint(target))
+
+
+def test_a_draft_has_learnt_what_the_drafts_it_began_from_have(target, tokenizer, drafts, tmp_path):
+    shutil.copytree(drafts / "dflash", tmp_path / "dflash")
+    file = tmp_path / "dflash" / "provenance.json"
+    last = json.loads(file.read_text()) | {"training_tokens": 7000, "training_hours": 0.1, "steps": 30}
+    first = {"training_tokens": 500, "training_hours": 0.02, "steps": 7, "cache_sha256": "of another"}
+    file.write_text(json.dumps(last | {"started_from": {"steps": 2, "started_from": first}}))
+    trained = loaded(target, tokenizer, tmp_path, draft="dflash").describe()["trained"]
+    assert (trained["tokens"], trained["hours"], trained["steps"]) == (7500, 0.12, 39)
+    assert trained["cache_sha256"] == last["cache_sha256"] != "of another"
 
 
 def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
