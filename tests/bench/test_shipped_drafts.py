@@ -19,7 +19,7 @@ from outpace.train.eagle3 import Eagle3Recipe
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "drafts"
 SCRIPT = (ROOT / "runs" / "drafts.sh").read_text()
-TRAINED = dict(re.findall(r"^train (\w+) (\S+)", SCRIPT, re.MULTILINE))  # recipes by kind of draft
+TRAINED = dict(re.findall(r"^ *train (\w+) (\S+)", SCRIPT, re.MULTILINE))  # recipes by kind of draft
 
 
 def test_every_draft_of_the_suite_is_trained():
