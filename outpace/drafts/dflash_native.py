@@ -276,7 +276,8 @@ class NativeContext:
         self.rings, self.lock = Rings(len(layers)), Lock()
         self.aux = torch.zeros(B, T, len(c.target_layer_ids), c.hidden_size)
         self.start, self.counts, self.rows = (torch.zeros(B, dtype=torch.int64) for _ in range(3))
-        self._start, self._counts, self._rows = (x.numpy() for x in (self.start, self.counts, self.rows))
+        views = (x.numpy() for x in (self.aux, self.start, self.counts, self.rows))
+        self._aux, self._start, self._counts, self._rows = views
         fused, features = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
         cos, sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
         positions, kv = torch.zeros(B, T, dtype=torch.int64), torch.empty(B, T, 2 * K * D)
@@ -295,7 +296,7 @@ class NativeContext:
     def append(self, aux: Tensor, step: StepMetadata, cache: KVCache) -> None:
         """aux [n,B,up to T,C] of the step's tokens."""
         with self.lock:
-            self.aux[:, : aux.shape[2]].copy_(aux.permute(1, 2, 0, 3))
+            self._aux[:, : aux.shape[2]] = aux.numpy().transpose(1, 2, 0, 3)  # see `kv.base.zeros`
             self.point_to(step, cache)
             self.program.run()
 

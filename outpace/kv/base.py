@@ -1,10 +1,12 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,18 +32,23 @@ class RecordedQueries:
         return RecordedQueries(self.q[batch_indices], tuple(self.counts[b] for b in batch_indices), index)
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Of a host's memory by none of torch's threads: unless this package was imported before torch, they spin
+    on the cores that the next steps need."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
+
+
 class LayerCache:
     """One layer's keys and values, [B, K, S, D] and one trash slot for padding.
 
     Dense when S is the longest sequence, a ring when it is window + slack.
     """
 
-    def __init__(
-        self, batch: int, kv_heads: int, size: int, head_dim: int, window: int, **kind: object
-    ) -> None:
+    def __init__(self, batch: int, kv_heads: int, size: int, head_dim: int, window: int, **kind: Any) -> None:
         shape = (batch, kv_heads, size + 1, head_dim)
-        self.k = torch.zeros(shape, **kind)  # type: ignore[call-overload]
-        self.v = torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self.k, self.v = zeros(shape, **kind), zeros(shape, **kind)
         self.size = size
         self.window = window  # 0: dense
         self.kv_heads, self.head_dim = kv_heads, head_dim

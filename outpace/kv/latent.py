@@ -1,6 +1,6 @@
 """A memory of latents: one low-rank row per token, keys and values made of it when they are looked at."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ class LatentCache(LayerCache):
         if lists is not None:
             return self._few(k, v, step, *lists)
         past = max(step.start) + step.held
-        old = self.k[:, 0, :past], *(table[:past] for table in self.tables)
+        old: tuple[Any, ...] = self.k[:, 0, :past], *(table[:past] for table in self.tables)
         if self._late(k, step):
             held = self.k[:, :, : past + step.T, : self.maps.rank]
             keys = k.new_empty(*k.shape[:2], past + step.T, k.shape[3])
