@@ -16,6 +16,8 @@ from outpace.kv.moves import Moves, Pairs, kept_rows
 from outpace.kv.topk import Index, Lists, TopKConfig, choose
 from outpace.kv.tree import Tree
 
+LINE = 64  # bytes of a cache line
+
 
 @dataclass(frozen=True)
 class RecordedQueries:
@@ -33,11 +35,14 @@ class RecordedQueries:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Of a host's memory by none of torch's threads: unless this package was imported before torch, they spin
-    on the cores that the next steps need."""
+    """From a cache line's beginning; of a host's memory by none of torch's threads: unless this package was
+    imported before torch, they spin on the cores that the next steps need."""
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
+    size = math.prod(shape) * dtype.itemsize
+    room = np.zeros(size + LINE, np.uint8)
+    begin = -room.ctypes.data % LINE
+    return torch.from_numpy(room[begin : begin + size]).view(dtype).view(*shape)
 
 
 class LayerCache:

@@ -338,3 +338,12 @@ def test_both_ways_lets_a_block_see_all_of_itself():
                     text = ([*model.rows[b].keys, 500.0, 501.0, 502.0, 503.0])[begin:]
                     assert seen == sorted(text)
     append(cache, model, [3, 1], iter(range(900, 999)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memories_begin_where_a_cache_line_does(dtype):
+    """Else each vector that a kernel reads lies in two of them."""
+    for length in range(20, 30):
+        cache = KVCache(2, length, 3, (0, 7), K, D, dtype=dtype)
+        parts = [part for layer in cache.layers for part in (layer.k, layer.v)]
+        assert all(part.data_ptr() % 64 == 0 and part.dtype == dtype and not part.any() for part in parts)

@@ -365,4 +365,11 @@ MUTANTS = [
         """line.startswith("MemFree:")""",
         "tests/ops/test_dispatch.py",
     ),
+    (
+        "keys and values begin anywhere in a cache line",
+        "outpace/kv/base.py",
+        "begin = -room.ctypes.data % LINE",
+        "begin = 0",
+        "tests/kv/test_kv.py",
+    ),
 ]
