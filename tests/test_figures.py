@@ -123,6 +123,9 @@ def test_what_the_results_say_of_problems():
     least = min(rows, key=lambda row: row["speedup"])
     gained = f"with it {least['family']} gain the least, {least['speedup'] - 1:.0%}".replace("%", " %")
     assert least["speedup"] > 1 and f"{gained}." in page("embedded.md")
+    assert steered["speedup"] >= 2.0 and steered["over_llama_cpp"] >= 3.5
+    most = f"no family gains less than {least['speedup'] - 1:.0%}".replace("%", " %")
+    assert f"The aims, 2.0 and 3.5, are met, and {most}" in text
 
 
 def test_tokens_that_the_embedded_model_has_seen():
