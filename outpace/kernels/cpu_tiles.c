@@ -9,7 +9,7 @@ __attribute__((constructor)) static void ask(void) { has_tiles = !syscall(SYS_ar
 #ifndef TILED_FROM
 #define TILED_FROM (3 << 16)  // bytes of weights: with fewer, one row of x takes longer in tiles
 #endif
-enum { ROUNDED_FROM = MIN(1 << 12, TILED_FROM) };  // of one part, which are a seventh of the work for twelve rows, and no more for one
+enum { ROUNDED_FROM = MIN(1 << 12, TILED_FROM) };  // one part a row: a seventh of the time with twelve rows, no more with one
 INLINE int tiled(const Linear *o) {
     return has_tiles && o->kind == BF16 && 2 * o->N * o->K > (o->rounded ? ROUNDED_FROM : TILED_FROM);
 }
