@@ -66,7 +66,7 @@ class LayerCache:
         """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape
-        self.keys = torch.zeros(B, 1, slots, dim, dtype=dtype, device=self.k.device)
+        self.keys = zeros((B, 1, slots, dim), dtype, self.k.device)
         self.top_k_config = keep
 
     @property

@@ -19,13 +19,14 @@ from outpace.train.eagle3 import Eagle3Recipe
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "drafts"
 SCRIPT = (ROOT / "runs" / "drafts.sh").read_text()
-TRAINED = dict(re.findall(r"^ *train (\w+) (\S+)", SCRIPT, re.MULTILINE))  # recipes by kind of draft
+TRAINED = re.findall(r"^ *train (\w+) (\S+)", SCRIPT, re.MULTILINE)  # kinds of drafts, and their recipes
+SETTINGS = {"dflash": DFlashRecipe, "eagle3": Eagle3Recipe}
 
 
 def test_every_draft_of_the_suite_is_trained():
-    assert TRAINED.keys() == set(DRAFTS)
+    assert {kind for kind, _ in TRAINED} == set(DRAFTS)
     recipe = load_settings(SuiteRecipe, RECIPES / "suite-answers.toml", {})
-    assert {spec.draft for spec in recipe.specs.values()} == {"ngram", *TRAINED}
+    assert {spec.draft for spec in recipe.specs.values()} == {"ngram", *DRAFTS}
 
 
 def test_the_demo_compares_what_ships():
@@ -44,8 +45,8 @@ def test_the_demo_answers_and_measures(tmp_path, monkeypatch):
     assert all(row["lossless"]["violations"] == 0 for row in rows) and (tmp_path / "trace.json").is_file()
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("dflash", DFlashRecipe), ("eagle3", Eagle3Recipe)])
-def test_its_recipes_are_known(kind, settings):
-    path = RECIPES / f"{TRAINED[kind]}.toml"
-    recipe = load_settings(settings, path, {})
+@pytest.mark.parametrize(("kind", "name"), TRAINED)
+def test_its_recipes_are_known(kind, name):
+    path = RECIPES / f"{name}.toml"
+    recipe = load_settings(SETTINGS[kind], path, {})
     assert all(getattr(recipe, name) == value for name, value in tomllib.loads(path.read_text()).items())

@@ -17,6 +17,7 @@ from outpace.decode.generate import generate
 from outpace.decode.native_rounds import NativeRounds
 from outpace.decode.request import Request
 from outpace.drafts.base import HostProposal
+from outpace.drafts.dflash import DFlashSession
 from outpace.drafts.dflash_native import NativeContext
 from outpace.drafts.tree import cut
 from outpace.kernels import bindings
@@ -132,6 +133,26 @@ def test_a_call_ends_in_time(embedded, monkeypatch, played):
     alike(generate(*given, controller=Fixed(12)), whole)
     assert most > 4 and {len(done.rounds) for done in played if done is not None} == {1}
     assert all(done.states is None for done in played[:-1] if done is not None)
+
+
+def test_programs_are_pointed_to_a_text_by_who_may_run_them(embedded, monkeypatch, played):
+    """Else a text of another thread could be read and written instead."""
+    target, draft = embedded
+    pointed, point_to, passes = [], DFlashSession.point_to, native_rounds.verify_passes
+
+    def watched(self, chain, contexts):
+        locks = chain.lock, chain.block.lock, *(context.lock for context in contexts)
+        pointed.append(all(lock.locked() for lock in locks))
+        point_to(self, chain, contexts)
+
+    def watched_passes(*given):
+        pointed.append(target.native_steps.lock.locked())
+        return passes(*given)
+
+    monkeypatch.setattr(DFlashSession, "point_to", watched)
+    monkeypatch.setattr(native_rounds, "verify_passes", watched_passes)
+    generate(target, [PROMPT], Request(max_new_tokens=20), draft, controller=Fixed(12))
+    assert len(pointed) >= 2 and all(pointed)
 
 
 def test_what_they_remember_serves_the_rounds_after(embedded, monkeypatch, played):
