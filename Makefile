@@ -18,7 +18,7 @@ ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES
 # of llama.cpp, the server alone
 SERVER_ALONE := -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF $(foreach part,TESTS EXAMPLES APP UI,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle llama-server demo test results fuzz mutants lint docs doctor-table format clean
+.PHONY: help install oracle llama-server peers demo test results fuzz mutants lint docs doctor-table format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make llama-server  compiles it (ten minutes): bench --suite serve compares with it then"
+	@echo "make peers    installs speculators and SpecForge: benchmarks/draft_training.py compares with them"
 	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
 	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory, and the server's (20 minutes)"
 	@echo "make docs     the documentation site -> site/"
@@ -64,6 +65,12 @@ $(BIN)/llama-server: $(STAMP) requirements-oracle.txt
 	$(BIN)/cmake -S build/llama.cpp/vendor/llama.cpp -B build/llama.cpp/build -DCMAKE_BUILD_TYPE=Release $(SERVER_ALONE) $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/llama.cpp/build --target llama-server --parallel $$(getconf _NPROCESSORS_ONLN)
 	cp build/llama.cpp/build/bin/llama-server $@ && rm -rf build/llama.cpp
+
+peers: $(VENV)/.peers
+
+$(VENV)/.peers: $(STAMP) requirements-peers.txt
+	$(PIP) install --quiet --only-binary :all: --no-deps -r requirements-peers.txt
+	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/outpace demo

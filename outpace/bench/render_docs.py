@@ -102,6 +102,19 @@ llama_cpp_context = table_of(  # of a report of benchmarks/llama_cpp_context.py
     ("step", "step", "{}"),
     *BOTH_ENGINES,
 )
+draft_training_table = table_of(  # of a report of benchmarks/draft_training.py
+    "rows",
+    ("anchors of a step", "anchors", "{}"),
+    ("products", "dtype", "{}"),
+    ("trainer", "engine", "{}"),
+    ("loss", "loss", "{}"),
+    ("steps/s", "steps_per_s", "{:.2f}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("Outpace's speed over it", "outpace_over_it", "{:.2f}x"),
+    ("peak memory", "peak_gib", "{:.2f} GiB"),
+    ("steps", "steps", "{}"),
+    TAU,
+)
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -126,6 +139,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "start-up": start_up_table,
     "speed": speed_table,
     "real-size": real_size_table,
+    "draft-training": draft_training_table,
     "serve": serve.serve_table,
     "soak": soak.soak_table,
     "synthetic": synthetic.synthetic_table,
