@@ -14,6 +14,7 @@ has no backward on a CPU. In bfloat16 they run under autocast.
 
 import argparse
 import multiprocessing
+import pickle
 import resource
 import shutil
 import statistics
@@ -224,17 +225,11 @@ def work(engine: str, setting: Setting, pipe: Connection) -> None:
     torch.manual_seed(setting.recipe.seed)
     if engine == OURS:
         keep_heap()
-    cache = TeacherCache.open(setting.cache)
-    training, _ = setting.recipe.split(cache)
     step, network = MAKERS[engine](setting, load("default"))
-    while isinstance(command := pipe.recv(), int):
-        chosen = shuffled(command * ROW, ROW, len(training), setting.recipe.seed, 0)
-        samples = [training[i] for i in chosen]
-        rows = [cache.sample(i) for i in samples]
+    while not isinstance(command := pickle.loads(pipe.recv_bytes()), Path):
         began = time.perf_counter()
-        value = step(command, samples, rows)
-        seconds = time.perf_counter() - began
-        pipe.send((seconds, sum(len(row.tokens) for row in rows), value))
+        value = step(*command)
+        pipe.send((time.perf_counter() - began, value))
     shutil.copytree(setting.start / FORMATS[engine], command)
     if engine == OURS:
         export_draft(describe_draft(cast(Any, network), torch.float32), FORMATS[OURS], command)
@@ -248,23 +243,33 @@ def work(engine: str, setting: Setting, pipe: Connection) -> None:
 def compare(
     setting: Setting, engines: list[str], model: Model, folder: Path, problems: int
 ) -> list[dict[str, Any]]:
-    """Every engine's steps, in turn -> a row of each."""
+    """Every engine's steps, in turn -> a row of each. Texts come through the pipes: the pages of a cache that
+    a process maps would count as its memory."""
     context = multiprocessing.get_context("spawn")
-    pipes, done = {}, {engine: cast(list[tuple[float, int, float]], []) for engine in engines}
+    cache = TeacherCache.open(setting.cache)
+    training, _ = setting.recipe.split(cache)
+    pipes, tokens = {}, list[int]()
+    done: dict[str, list[tuple[float, float]]] = {engine: [] for engine in engines}
     for engine in engines:
         pipes[engine], other = context.Pipe()
         context.Process(target=work, args=(engine, setting, other), daemon=True).start()
     for first in range(0, setting.steps, TURN):
+        commands = []
+        for n in range(first, min(first + TURN, setting.steps)):
+            samples = [training[i] for i in shuffled(n * ROW, ROW, len(training), setting.recipe.seed, 0)]
+            texts = [cache.sample(i) for i in samples]
+            tokens.append(sum(len(row.tokens) for row in texts))
+            commands.append(pickle.dumps((n, samples, texts)))
         for engine in engines:
-            for n in range(first, min(first + TURN, setting.steps)):
-                pipes[engine].send(n)
+            for command in commands:
+                pipes[engine].send_bytes(command)
                 done[engine].append(pipes[engine].recv())
     rows = []
     for engine in engines:
         out = folder / f"{engine}-{setting.anchors}-{setting.dtype}"
-        pipes[engine].send(out)
+        pipes[engine].send_bytes(pickle.dumps(out))
         memory = pipes[engine].recv()
-        seconds, tokens, losses = zip(*done[engine], strict=True)
+        seconds, losses = zip(*done[engine], strict=True)
         rows.append(
             {
                 "engine": engine,

@@ -13,6 +13,7 @@ from outpace.cli.checkpoints import synth
 from outpace.cli.measure import RUNS
 from outpace.formats.random_weights import PRINTABLE
 from outpace.models.published import PUBLISHED
+from outpace.plan.sizes import retrofitted, sizes_of
 from outpace.teacher.store import encode_aux
 from outpace.text.tokenizer import read_tokenizer
 
@@ -36,6 +37,20 @@ def test_bytes_of_a_final_state():
     assert f"{2 * C} bytes against {4 * V / 1024:g} KiB for the embedded target" in page("teacher-cache.md")
     C, V = (PUBLISHED["gpt-oss-20b"][name] for name in ("hidden_size", "vocab_size"))
     assert f"{2 * C / 1000:.1f} kB against {4 * V / 1000:.0f} kB for gpt-oss-20b" in page("teacher-cache.md")
+
+
+def test_bytes_of_latents_at_the_shape_of_gpt_oss_20b():
+    whole = sizes_of("20b", PUBLISHED["gpt-oss-20b"])
+    rows = re.findall(
+        r"^\| ([\d,]+)(?: \(none\))? \| ([\d,]+) \| ([\d.]+) GiB \|$",
+        (ROOT / "docs/mla.md").read_text(),
+        re.M,
+    )
+    ranks = [int(rank.replace(",", "")) for rank, *_ in rows]
+    assert ranks == [1024, 768, 512, 256]
+    for rank, (_, nbytes, total) in zip(ranks, rows, strict=True):
+        growing = retrofitted(whole, rank % 1024, 0, 1, None).kv_growing()
+        assert f"{growing:,.0f}" == nbytes and f"{growing * 131072 / 2**30:.2f}" == total
 
 
 def test_what_is_read_of_gguf_files():

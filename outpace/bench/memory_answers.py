@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,7 +31,10 @@ from outpace.decode.partial import Partial
 from outpace.drafts.lookup import NGram
 from outpace.kv.partial import PartialConfig
 from outpace.models.decoder import Decoder
+from outpace.retrofit import mla
+from outpace.retrofit.evaluate import evaluate
 from outpace.tasks.families import FAMILIES
+from outpace.tasks.problem import Problem
 from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 
@@ -63,14 +67,24 @@ class MemoryAnswersSettings(ProblemSettings, RetrofitSizes):
         return Partial(config=PartialConfig.within(tokens, **sizes), mode=mode)
 
 
+LOSS_PROBLEMS = 4  # of each family, whose worked answers are read for loss and KL
+
+
 @dataclass(frozen=True)
 class State:
-    """A row: how the target decodes, and, of partial KV, the tokens that are looked at."""
+    """A row: how the target decodes, of partial KV the tokens that are looked at, and of latents what they
+    lose."""
 
     name: str
     kind: str
     decode: Decode
     tokens: int | None = None
+    lost: list[mla.Error] | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the target's own forward is another, without a cache."""
+        return self.kind in ("latents", "index", "both")
 
 
 def run_memory_answers(
@@ -84,8 +98,16 @@ def run_memory_answers(
     problems = {family: draw(family, settings.problems, settings.seed) for family in settings.families}
     prompts = [prompt_ids(p.prompt(settings.effort), tokens) for some in problems.values() for p in some]
     prompt_tokens = sum(map(len, prompts)) / len(prompts)
+    few = [problem for some in problems.values() for problem in some[:LOSS_PROBLEMS]]
+    read = partial(
+        evaluate,
+        target,
+        [_worked_ids(problem, tokens, settings.effort) for problem in few],
+        prompts=[len(prompt_ids(problem.prompt(settings.effort), tokens)) for problem in few],
+    )
     rows: list[dict[str, Any]] = []
     original: list[Solution] = []
+    before = read()
     with Bar(console, "memory-answers", settings.states * len(problems)) as bar:
         for state in _states(target, _worked(tokens, settings), settings):
             solutions: dict[str, list[Solution]] = {}
@@ -97,8 +119,18 @@ def run_memory_answers(
                 solutions[family] = [Solution(**solution) for solution in solved]
                 seconds += took
             original = original or _all(solutions)
-            rows.append(_row(target, state, solutions, original, seconds, prompt_tokens))
+            row = _row(target, state, solutions, original, seconds, prompt_tokens)
+            if state.changed:
+                row["quality"] = run.once(f"{state.name}, loss", partial(_quality, read, before))
+            rows.append(row)
+    rows[0]["quality"] = {"nats": before["nats_per_token"], "kl": 0.0}
     return run.report(rows=rows, prompt_tokens=round(prompt_tokens, 1))
+
+
+def _quality(read: Callable[..., dict[str, Any]], before: dict[str, Any]) -> dict[str, float]:
+    """Nats per token of worked answers, and KL(original || this)."""
+    value = read(before["log_probabilities"])
+    return {"nats": value["nats_per_token"], "kl": value["kl"]}
 
 
 def _all(solutions: dict[str, list[Solution]]) -> list[Solution]:
@@ -115,11 +147,13 @@ def _row(
 ) -> dict[str, Any]:
     every = _all(solutions)
     written = sum(solution.tokens for solution in every)
+    lost = {} if state.lost is None else {x: fmean(getattr(e, x) for e in state.lost) for x in ("k", "v")}
     return {
         "name": state.name,
         "kind": state.kind,
         "right": sum(s.right for s in every),
         "of": len(every),
+        "lost": lost or None,
         "unchanged": sum(s.answer == o.answer for s, o in zip(every, original, strict=True)),
         "tokens_per_s": round(written / seconds, 1),
         "memory": _memory(target, state, round(prompt_tokens + written / len(every))),
@@ -137,13 +171,18 @@ def _solved(
     return time.perf_counter() - began, [asdict(solution) for solution in solutions]
 
 
+def _worked_ids(problem: Problem, tokens: HarmonyTokens, effort: str) -> list[int]:
+    """The prompt, the trace and the answer."""
+    return prompt_ids(problem.conversation(effort), tokens, drop_analysis=False, generation_prompt=False)
+
+
 def _worked(tokens: HarmonyTokens, settings: MemoryAnswersSettings) -> list[list[int]]:
     """Rows of worked problems of all families in turn, that are not held out."""
     rng, texts, ids = random.Random(settings.seed), list[list[int]](), list[int]()
     while len(texts) < settings.rows + BALANCE_TEXTS:
         for family in settings.families:
             problem = FAMILIES[family].draw(rng, held_out=False)
-            ids += prompt_ids(problem.conversation(settings.effort), tokens)
+            ids += _worked_ids(problem, tokens, settings.effort)
         while len(ids) >= settings.row_tokens:
             texts.append(ids[: settings.row_tokens])
             ids = ids[settings.row_tokens :]
@@ -161,14 +200,14 @@ def _states(target: Decoder, texts: list[list[int]], settings: MemoryAnswersSett
         for mode in ("lossless", "lossy"):
             looking = partial(generate, target, draft=NGram(), partial=settings.partial_kv(tokens, mode))
             yield State(f"partial KV of {tokens} tokens, {mode}", "partial", looking, tokens)
-    for name in attach_latents(target, texts, settings):
-        yield State(name, "latents", plain)
+    for name, lost in attach_latents(target, texts, settings):
+        yield State(name, "latents", plain, lost=lost)
     for name in attach_indexes(target, texts, settings):
         yield State(name, "index", plain)
     half = replace(settings, fractions=(0.5,), shares=(0.25,))
-    for latents in attach_latents(target, texts, half):
+    for latents, lost in attach_latents(target, texts, half):
         for index in attach_indexes(target, texts, half):
-            yield State(f"{latents}; {index}", "both", plain)
+            yield State(f"{latents}; {index}", "both", plain, lost=lost)
 
 
 def _memory(target: Decoder, state: State, length: int) -> dict[str, float]:
@@ -180,9 +219,17 @@ def _memory(target: Decoder, state: State, length: int) -> dict[str, float]:
 
 # ---- the report --------------------------------------------------------------------------------------
 
+
+def _lost(row: dict[str, Any]) -> list[float] | None:
+    return None if row.get("lost") is None else [row["lost"]["k"], row["lost"]["v"]]
+
+
 COLUMNS: Columns = (
     ("", "name", "{}"),
     *KV_BYTES,
+    ("lost of keys, values", _lost, "{:.1%}, {:.1%}"),
+    ("loss", "quality.nats", "{:.4f}"),
+    ("KL", "quality.kl", "{:.4f}"),
     ("right", lambda r: [r["right"], r["of"]], "{} of {}"),
     ("same answer", lambda r: r["unchanged"] / r["of"], "{:.1%}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
@@ -190,6 +237,8 @@ COLUMNS: Columns = (
 LEGEND = """\
 - KV, bytes: what a token adds to the memory of layers with full attention; read: what a step looks at, for
   each token of a text as long as the mean of these, keys of an index included.
+- lost of keys, values: the share of their variance that latents leave out, in the mean of the layers.
+- loss, KL: of worked answers to held-out problems, nats per token, and against the original's distribution.
 - right: of all families. same answer: the final message is the original's, right or wrong.
 - tokens/s: of a batch, prompts included.
 - partial KV verifies draft tokens of an n-gram lookup on part of the cache; lossless: a full pass confirms

@@ -426,16 +426,18 @@ def run_pareto(
             point(name, "trained", other)
         count, length = settings.rows + BALANCE_TEXTS, settings.row_tokens
         texts = texts_of(tokenizer, train, count, length, settings.seed)
-        for name in attach_latents(target, texts, settings):
+        for name, _ in attach_latents(target, texts, settings):
             point(name, "latents", target)
         for name in attach_indexes(target, texts, settings):
             point(name, "index", target)
     return run.report(points=points)
 
 
-def attach_latents(target: Decoder, texts: list[list[int]], settings: RetrofitSizes) -> Iterator[str]:
-    """Names of points; the target has the named latents until the next one is requested. texts: `rows` to
-    compute them from, and BALANCE_TEXTS more."""
+def attach_latents(
+    target: Decoder, texts: list[list[int]], settings: RetrofitSizes
+) -> Iterator[tuple[str, list[mla.Error]]]:
+    """Names of points, and what their latents lose of the keys and values of each layer; the target has them
+    until the next one is requested. texts: `rows` to compute them from, and BALANCE_TEXTS more."""
     numbers = 2 * target.config.num_kv_heads * target.config.head_dim
     moments = mla.calibrate(target, texts[: settings.rows], target.config.full_layers)
     for method in settings.methods:
@@ -444,8 +446,10 @@ def attach_latents(target: Decoder, texts: list[list[int]], settings: RetrofitSi
             rank = max(1, round(fraction * numbers))
             balance, _ = mla.chosen_balance(target, moments, rank, how, texts[settings.rows :])
             bases = mla.bases_of(target, moments, method, balance)
-            mla.attach(target, bases, how.ranks(bases, rank))
-            yield f"latents, {method}, {100 * fraction:g}%"
+            ranks = how.ranks(bases, rank)
+            lost = mla.errors(target, bases, moments, ranks)
+            mla.attach(target, bases, ranks)
+            yield f"latents, {method}, {100 * fraction:g}%", lost
             mla.detach(target)
 
 

@@ -37,17 +37,24 @@ def texts_of(
 
 
 @torch.inference_mode()
-def evaluate(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
+def evaluate(
+    target: Decoder,
+    texts: list[list[int]],
+    before: list[Tensor] | None = None,
+    prompts: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """Held-out loss in nats per token; and against `before`, the log-probabilities of another target on the
-    same texts, the mean KL(before || this) and the share of tokens with the same top-1."""
+    same texts, the mean KL(before || this) and the share of tokens with the same top-1. `prompts`: how many
+    tokens of each text are read and not counted, at least one."""
     kept, nll, kl, same, total = [], 0.0, 0.0, 0, 0
     for n, text in enumerate(texts):
         tokens = torch.tensor([text], device=target.device)
-        hidden = target(tokens[:, :-1]).hidden[0]
+        first = 1 if prompts is None else prompts[n]
+        hidden = target(tokens[:, :-1]).hidden[0, first - 1 :]
         chunks = []
         for begin in range(0, len(hidden), PIECE):
             logp = target.logits(hidden[begin : begin + PIECE]).float().log_softmax(-1)
-            labels = tokens[0, begin + 1 : begin + 1 + len(logp)]
+            labels = tokens[0, first + begin : first + begin + len(logp)]
             nll -= float(logp.gather(1, labels[:, None]).sum())
             if before is not None:
                 old = before[n][begin : begin + PIECE]

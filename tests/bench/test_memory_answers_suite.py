@@ -54,8 +54,15 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
     half, little = rows["latents, loss, 50%"], rows["latents, loss, 5%"]
     assert half["memory"]["bytes_per_token"] == kv / 2 and little["memory"]["bytes_per_token"] < kv / 15
     assert half["right"] > little["right"] and half["unchanged"] > little["unchanged"]
+    assert original["quality"]["kl"] == 0 and rows["float16"].get("quality") is None
+    assert 0 < half["lost"]["k"] < little["lost"]["k"] < 1 and 0 < half["lost"]["v"] < little["lost"]["v"] < 1
+    assert 0 <= half["quality"]["kl"] < 1e-4 and 0.1 < little["quality"]["kl"] < 1
+    assert original["quality"]["nats"] < 1  # of answers alone: those of a question are beyond guessing
+    assert half["quality"]["nats"] < little["quality"]["nats"] - 0.1
     index, both = rows["index, 25% of the context"], rows["latents, loss, 50%; index, 25% of the context"]
     assert index["memory"]["bytes_read"] < kv < index["memory"]["bytes_per_token"]
+    assert both["lost"] == half["lost"] and index["lost"] is None
+    assert both["quality"] != half["quality"] != index["quality"] != original["quality"]
     assert both["memory"]["bytes_read"] < index["memory"]["bytes_read"]
     assert memory_answers_table(whole)[2].startswith("| original | 6,144 | 6,144 |")
     assert memory_answers_by_family(whole)[3].startswith("| talk | 3 | 3 |")
