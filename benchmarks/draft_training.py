@@ -257,7 +257,7 @@ def compare(
         commands = []
         for n in range(first, min(first + TURN, setting.steps)):
             samples = [training[i] for i in shuffled(n * ROW, ROW, len(training), setting.recipe.seed, 0)]
-            texts = [cache.sample(i) for i in samples]
+            texts = [own(cache.sample(i)) for i in samples]
             tokens.append(sum(len(row.tokens) for row in texts))
             commands.append(pickle.dumps((n, samples, texts)))
         for engine in engines:
@@ -289,6 +289,12 @@ def compare(
         )
         print(line(rows[-1]), flush=True)
     return rows
+
+
+def own(row: TeacherSample) -> TeacherSample:
+    """With tensors of its size: a pickled view takes all of its shard along."""
+    final = None if row.final is None else row.final.clone()
+    return replace(row, tokens=row.tokens.clone(), aux=row.aux.clone(), final=final)
 
 
 def decoded(draft: Path, model: Model, problems: int) -> dict[str, Any]:
