@@ -45,12 +45,23 @@ def choices(rows, experts=E):
     return torch.stack([torch.randperm(experts)[:TOP] for _ in range(rows)])
 
 
-@pytest.mark.parametrize("style", ["gpt-oss", "qwen3", "split", "split qwen3"])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
-@pytest.mark.parametrize("rows", [1, 2, 2 * ROWS + 7])
-def test_packed_experts_are_those_that_are_unpacked(style, dtype, error, rows):
+@pytest.mark.parametrize(
+    ("style", "dtype", "rows"),
+    [
+        ("gpt-oss", torch.float32, 2 * ROWS + 7),
+        ("gpt-oss", torch.float16, 2),
+        ("qwen3", torch.float16, 2 * ROWS + 7),
+        ("qwen3", torch.float32, 1),
+        ("split", torch.float32, 2),
+        ("split", torch.float16, 2 * ROWS + 7),
+        ("split qwen3", torch.float16, 1),
+        ("split qwen3", torch.float32, 2),
+    ],
+)
+def test_packed_experts_are_those_that_are_unpacked(style, dtype, rows):
     """An expert that nobody wants, one with several tiles of pairs, and a clamp that bites."""
     assert (2 * F) % COLUMNS == 0 and C % COLUMNS and F % COLUMNS
+    error = 1e-5 if dtype == torch.float32 else 4e-3
     chosen = choices(rows, E - 1)
     chosen[:, 0] = torch.where((chosen == 1).any(1), chosen[:, 0], 1)
     x, weights = torch.randn(rows, C).to(dtype), torch.rand(rows, TOP)
