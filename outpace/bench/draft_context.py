@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from outpace.bench.draft_steps import (
     taken_apart,
     work_of_step,
 )
-from outpace.bench.machine import read_bandwidth
+from outpace.bench.machine import multiply_rate, read_bandwidth
 from outpace.bench.metrics import joined, spread
 from outpace.bench.report import Column, Columns, Page, Report, scaled, table, table_of
 from outpace.bench.run import Bar, Results, Run, at_least, check_contexts, check_known, prompt_and_answer
@@ -93,7 +94,8 @@ def run_draft_context(
     console: Console,
 ) -> Report:
     """-> the report. `prompts`: for each regime of settings.acceptance. A stopped run continues from
-    folder/progress.jsonl. The roofline is the highest memory bandwidth read before any cell. Raises
+    folder/progress.jsonl. The roofline is the highest memory bandwidth read before any cell, and the rate of
+    float32 products. Raises
     ValueError for a shape too large for the memory, a context past its positions, and a draft of another
     target."""
     draft.bind(target)
@@ -118,11 +120,12 @@ def run_draft_context(
             decoded += [{"regime": regime, **row} for row in rows]
     left_out = [f"{s} left out: this draft has no window" for s in settings.shapes if s not in shapes]
     bandwidth = max(run.named("floor ").values())
+    products = run.once("products", multiply_rate)
     return run.report(
-        floor={"read_bytes_per_s": round(bandwidth)},
+        floor={"read_bytes_per_s": round(bandwidth), "flops_per_s": round(products)},
         variants={v: about for v, about in VARIANTS.items() if v in settings.variants},
         shapes=shapes,
-        cells=[with_rates(c, bandwidth) for cells in run.named("cell ").values() for c in cells],
+        cells=[with_rates(c, bandwidth, products) for cells in run.named("cell ").values() for c in cells],
         acceptance=decoded,
         remarks=left_out,
     )
@@ -240,15 +243,18 @@ def put_back(session: DFlashSession, context: int) -> None:
     session.rewind([context])
 
 
-def with_rates(cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """Adds rates, and the share of the time that reading the bytes at the memory bandwidth would take."""
+def with_rates(cell: dict[str, Any], bandwidth: float, products: float) -> dict[str, Any]:
+    """Adds rates, what reading the bytes at the memory bandwidth and making the float32 products at the
+    processor's rate would take, and the share that the longer of the two is of the time."""
 
     def rates(nbytes: float, flops: float, seconds: float) -> dict[str, float]:
-        seconds = seconds or math.inf  # nothing was done
+        seconds, limits = seconds or math.inf, (nbytes / bandwidth, flops / products)  # nothing was done
         return {
             "bytes_per_s": round(nbytes / seconds),
             "flops_per_s": round(flops / seconds),
-            "share_of_floor": round(nbytes / bandwidth / seconds, 4),
+            "read_seconds": limits[0],
+            "multiply_seconds": limits[1],
+            "share_of_floor": round(max(limits) / seconds, 4),
         }
 
     operations = [o | rates(o["bytes"], o["flops"], o["seconds"]) for o in cell["operations"]]
@@ -258,7 +264,7 @@ def with_rates(cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
         "taken_apart_seconds": sum(o["seconds"] for o in operations),
         "bytes": nbytes,
         "flops": flops,
-        "share_of_floor": rates(nbytes, flops, cell["seconds"])["share_of_floor"],
+        **rates(nbytes, flops, cell["seconds"]),
     }
 
 
@@ -300,8 +306,9 @@ def acceptance(
 COLOURS = {"cached": plots.BLUE, "recomputed": plots.RED, "noise cached": plots.YELLOW}
 LEGEND = """\
 - ms: median of the repeats of a whole step at batch 1: a block drafted, then the verified tokens observed.
-- share of the floor: the bytes that must be read, over the machine's reading rate, over the measured time.
-  Above 100%, they lie in a cache of the processor; far below, arithmetic or many small calls take the time.
+- by bytes, by flops: what reading the bytes at the machine's rate takes, and multiplying at that of torch's
+  float32 products; share of the limit: the longer of the two, over the measured time. Above 100 %, the bytes
+  lie in a cache of the processor, or matrix tiles multiply faster; far below, many small calls take the time.
 - bytes: weights once, as stored, activations, and cached keys and values. Norm weights are left out.
 - taken apart: the sum of the operations, each under its own timer and without fused kernels; the rest of a
   step is what lies between.
@@ -312,8 +319,9 @@ OPERATION: Columns = (
     ("MB", lambda r: three_digits(r["bytes"] / 1e6), "{}"),
     ("GFLOP", lambda r: three_digits(r["flops"] / 1e9), "{}"),
     ("ms", scaled("seconds", 1000), "{:,.3f}"),
-    ("GB/s", scaled("bytes_per_s", 1e-9), "{:.1f}"),
-    ("share of the floor", "share_of_floor", "{:.0%}"),
+    ("by bytes, ms", scaled("read_seconds", 1000), "{:,.3f}"),
+    ("by flops, ms", scaled("multiply_seconds", 1000), "{:,.3f}"),
+    ("share of the limit", "share_of_floor", "{:.0%}"),
 )
 acceptance_table = table_of(
     "acceptance",
@@ -346,7 +354,10 @@ def _body(report: Report) -> list[str]:
 
 
 def _measured(report: Report) -> str:
-    return f"all threads together read {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    rates = report["floor"]["read_bytes_per_s"] / 1e9, report["floor"]["flops_per_s"] / 1e9
+    return (
+        f"all threads together read {rates[0]:.1f} GB/s and make {rates[1]:.0f} GFLOP/s in float32 products"
+    )
 
 
 def _describe_line(about: dict[str, Any]) -> str:
@@ -370,7 +381,7 @@ def time_table(report: Report, shape: str) -> list[str]:
             rows.setdefault(c["context"], {"context": c["context"]})[c["variant"]] = c
     variants = list(report["variants"])
     times: list[Column] = [(f"{v}, ms", scaled(f"{v}.seconds", 1000), "{:,.2f}") for v in variants]
-    share: Column = (f"{variants[0]}, share of the floor", f"{variants[0]}.share_of_floor", "{:.0%}")
+    share: Column = (f"{variants[0]}, share of the limit", f"{variants[0]}.share_of_floor", "{:.0%}")
     return table([("context", "context", "{:,}"), *times, share], (rows[context] for context in sorted(rows)))
 
 
@@ -378,11 +389,14 @@ def times_tables(report: Report) -> list[str]:
     return [line for shape in report["shapes"] for line in (f"**{shape}**", "", *time_table(report, shape))]
 
 
+def operations_table(report: Report) -> list[str]:
+    """Of the largest shape, as served, at the longest context."""
+    shape, variant = list(report["shapes"])[-1], next(iter(report["variants"]))
+    return _operations_table(max(_cells(report, shape, variant), key=itemgetter("context")))
+
+
 def _operations_table(cell: dict[str, Any]) -> list[str]:
-    whole = cell | {
-        "operation": f"whole step (taken apart {1000 * cell['taken_apart_seconds']:,.2f} ms)",
-        "bytes_per_s": cell["bytes"] / cell["seconds"],
-    }
+    whole = cell | {"operation": f"whole step (taken apart {1000 * cell['taken_apart_seconds']:,.2f} ms)"}
     return table(OPERATION, [*(o for o in cell["operations"] if o["seconds"] or o["bytes"]), whole])
 
 

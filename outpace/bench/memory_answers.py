@@ -229,7 +229,7 @@ COLUMNS: Columns = (
     *KV_BYTES,
     ("lost of keys, values", _lost, "{:.1%}, {:.1%}"),
     ("loss", "quality.nats", "{:.4f}"),
-    ("KL", "quality.kl", "{:.4f}"),
+    ("KL", "quality.kl", "{:z.4f}"),
     ("right", lambda r: [r["right"], r["of"]], "{} of {}"),
     ("same answer", lambda r: r["unchanged"] / r["of"], "{:.1%}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),

@@ -123,6 +123,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "lossless": comparison.lossless_table,
     "controller": comparison.controller_table,
     "context": draft_context.times_tables,
+    "operations": draft_context.operations_table,
     "noise": draft_context.acceptance_table,
     "steps": context.cost_table,
     "latents": context.latent_table,

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from outpace.bench import draft_context, draft_steps
-from outpace.bench.draft_context import PAGE, QUICK, DraftContextSettings, run_draft_context
+from outpace.bench.draft_context import PAGE, QUICK, DraftContextSettings, operations_table, run_draft_context
 from outpace.bench.draft_steps import (
     OPERATIONS,
     SESSIONS,
@@ -216,6 +216,7 @@ def quiet():
 @pytest.fixture
 def calm(monkeypatch):
     monkeypatch.setattr(draft_context, "read_bandwidth", lambda repeats: 1e10)
+    monkeypatch.setattr(draft_context, "multiply_rate", lambda: 1e11)
 
 
 def run(folder, window=6, draft=None, **changes):
@@ -235,7 +236,9 @@ def test_the_report_is_whole(tmp_path, calm):
         for r in c["operations"]:
             if r["seconds"]:
                 assert r["bytes_per_s"] == pytest.approx(r["bytes"] / r["seconds"], abs=1)
-                assert r["share_of_floor"] == pytest.approx(r["bytes_per_s"] / 1e10, abs=1e-3)
+                limit = max(r["bytes"] / 1e10, r["flops"] / 1e11)
+                assert r["share_of_floor"] == pytest.approx(limit / r["seconds"], abs=1e-3)
+                assert limit == max(r["read_seconds"], r["multiply_seconds"])
     assert report["shapes"]["draft"]["windows"] == [6, 6, 6]
     assert report["shapes"]["draft, full attention"]["windows"] == [0, 0, 0]
     assert [r["variant"] for r in report["acceptance"]] == list(VARIANTS)
@@ -246,6 +249,9 @@ def test_the_report_is_whole(tmp_path, calm):
     text = (tmp_path / "report.md").read_text()
     assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
     assert text.count("whole step (taken apart") == 2 * 3
+    last = operations_table(report)[-2]
+    cell = next(c for c in reversed(report["cells"]) if c["variant"] == "cached")
+    assert last.startswith("| whole step") and f"| {1000 * cell['seconds']:,.3f} |" in last
 
 
 def test_a_packed_draft_is_measured_as_it_lies(tmp_path, calm):
