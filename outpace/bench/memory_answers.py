@@ -34,6 +34,7 @@ from outpace.models.decoder import Decoder
 from outpace.retrofit import mla
 from outpace.retrofit.evaluate import evaluate
 from outpace.tasks.families import FAMILIES
+from outpace.tasks.lookups import needle_at
 from outpace.tasks.problem import Problem
 from outpace.tasks.prompts import draw
 from outpace.text.harmony import HarmonyTokens, prompt_ids
@@ -43,9 +44,13 @@ from outpace.text.harmony import HarmonyTokens, prompt_ids
 class MemoryAnswersSettings(ProblemSettings, RetrofitSizes):
     """Problems as in `bench/tasks.py: ProblemSettings`. Retrofits as in `bench/retrofits.py: RetrofitSizes`,
     from worked problems that are not held out. `tokens`: of partial KV, its window and sinks included, in
-    blocks of `block_size`."""
+    blocks of `block_size`. `needles` codes behind each of `depths`, shares of documents of `sentences`, ten
+    tokens each."""
 
     problems: int = 50
+    needles: int = 8
+    depths: tuple[float, ...] = (0.1, 0.5, 0.9)
+    sentences: int = 400
     methods: tuple[str, ...] = ("loss",)
     tokens: tuple[int, ...] = (128, 64)
     block_size: int = 8
@@ -53,7 +58,9 @@ class MemoryAnswersSettings(ProblemSettings, RetrofitSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_sizes("memory-answers")
-        at_least(self, "memory-answers", block_size=1)
+        at_least(self, "memory-answers", block_size=1, needles=0, sentences=10)
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"memory-answers: depths {list(self.depths)}: shares of a document, 0 to 1")
         _ = [self.partial_kv(tokens, "lossy") for tokens in self.tokens]
 
     @property
@@ -96,6 +103,7 @@ def run_memory_answers(
         raise ValueError("the suite memory-answers starts from a target without retrofits: name the original")
     tokens, run = HarmonyTokens(tokenizer), Run(target, folder, settings=settings)
     problems = {family: draw(family, settings.problems, settings.seed) for family in settings.families}
+    deep = {depth: _needles(depth, settings) for depth in settings.depths} if settings.needles else {}
     prompts = [prompt_ids(p.prompt(settings.effort), tokens) for some in problems.values() for p in some]
     prompt_tokens = sum(map(len, prompts)) / len(prompts)
     few = [problem for some in problems.values() for problem in some[:LOSS_PROBLEMS]]
@@ -108,7 +116,7 @@ def run_memory_answers(
     rows: list[dict[str, Any]] = []
     original: list[Solution] = []
     before = read()
-    with Bar(console, "memory-answers", settings.states * len(problems)) as bar:
+    with Bar(console, "memory-answers", settings.states * (len(problems) + len(deep))) as bar:
         for state in _states(target, _worked(tokens, settings), settings):
             solutions: dict[str, list[Solution]] = {}
             seconds = 0.0
@@ -120,11 +128,24 @@ def run_memory_answers(
                 seconds += took
             original = original or _all(solutions)
             row = _row(target, state, solutions, original, seconds, prompt_tokens)
+            row["needles"] = {}
+            for depth, some in deep.items():
+                bar.step(f"{state.name}, needles at {depth:g}")
+                measure = partial(_solved, state.decode, tokens, some, settings)
+                _, solved = run.once(f"{state.name}, needles at {depth:g}", measure)
+                row["needles"][f"{depth:g}"] = sum(solution["right"] for solution in solved)
             if state.changed:
                 row["quality"] = run.once(f"{state.name}, loss", partial(_quality, read, before))
             rows.append(row)
     rows[0]["quality"] = {"nats": before["nats_per_token"], "kl": 0.0}
-    return run.report(rows=rows, prompt_tokens=round(prompt_tokens, 1))
+    texts = [len(prompt_ids(p.prompt(settings.effort), tokens)) for some in deep.values() for p in some]
+    document_tokens = round(fmean(texts), 1) if texts else None
+    return run.report(rows=rows, prompt_tokens=round(prompt_tokens, 1), document_tokens=document_tokens)
+
+
+def _needles(depth: float, settings: MemoryAnswersSettings) -> list[Problem]:
+    rng = random.Random(f"{settings.seed} {depth}")
+    return [needle_at(rng, settings.sentences, depth) for _ in range(settings.needles)]
 
 
 def _quality(read: Callable[..., dict[str, Any]], before: dict[str, Any]) -> dict[str, float]:
@@ -261,9 +282,26 @@ def memory_answers_by_family(report: Report) -> list[str]:
     return table(columns, by_family)
 
 
+def needles_by_depth(report: Report) -> list[str]:
+    """Right answers, a column for every depth."""
+    settings = report["settings"]
+    depths = [f"{depth:g}" for depth in settings["depths"]]
+    columns: Columns = (
+        ("", "name", "{}"),
+        ("KV, bytes", "memory.bytes_per_token", "{:,.0f}"),
+        *((f"at {100 * float(d):g} %", lambda r, d=d: r["needles"].get(d), "{}") for d in depths),  # type: ignore[misc]
+        ("all", lambda r: [sum(r["needles"].values()), settings["needles"] * len(depths)], "{} of {}"),
+    )
+    return table(columns, report["rows"])
+
+
 def _body(report: Report) -> list[str]:
     lines = [*memory_answers_table(report), "## Right answers by family", ""]
-    return [*lines, *memory_answers_by_family(report), LEGEND]
+    lines += [*memory_answers_by_family(report), LEGEND]
+    if not report["settings"]["needles"]:
+        return lines
+    about = f"Codes in documents of {report['document_tokens']:,.0f} tokens, by where they stand"
+    return [*lines, f"## {about}", "", *needles_by_depth(report)]
 
 
 def _measured(report: Report) -> str:

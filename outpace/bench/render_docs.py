@@ -146,6 +146,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "synthetic": synthetic.synthetic_table,
     "tasks": tasks.task_table,
     "memory-answers": memory_answers.memory_answers_table,
+    "needles-by-depth": memory_answers.needles_by_depth,
     "memory-answers-by-family": memory_answers.memory_answers_by_family,
     "answers": partial(answers.method_table, temperature=0.0),
     "answers-sampled": partial(answers.method_table, temperature=0.8),

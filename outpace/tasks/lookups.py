@@ -83,3 +83,13 @@ def needle(rng: random.Random, size: int) -> Problem:
     text, codes = document(rng, size)
     owner = rng.choice(list(codes))
     return asked_for(owner, codes[owner], f"{text}\n")
+
+
+def needle_at(rng: random.Random, size: int, depth: float) -> Problem:
+    """The code that stands behind this share of a document of `size` sentences."""
+    text, codes = document(rng, size)
+    owner = rng.choice(list(codes))
+    asked = f"The code of the {owner} is {codes[owner]}"
+    sentences = [sentence for sentence in text.removesuffix(".").split(". ") if sentence != asked]
+    sentences.insert(round(depth * len(sentences)), asked)
+    return asked_for(owner, codes[owner], f"{'. '.join(sentences)}.\n")

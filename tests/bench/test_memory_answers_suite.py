@@ -13,6 +13,7 @@ from outpace.bench.memory_answers import (
     MemoryAnswersSettings,
     memory_answers_by_family,
     memory_answers_table,
+    needles_by_depth,
     run_memory_answers,
 )
 from outpace.models.load import fingerprint
@@ -27,6 +28,9 @@ SETTINGS = MemoryAnswersSettings(
     tokens=(64,),
     rows=3,
     row_tokens=256,
+    needles=2,
+    depths=(0.2, 0.9),
+    sentences=40,
 )
 
 
@@ -64,6 +68,12 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
     assert both["lost"] == half["lost"] and index["lost"] is None
     assert both["quality"] != half["quality"] != index["quality"] != original["quality"]
     assert both["memory"]["bytes_read"] < index["memory"]["bytes_read"]
+    assert all(set(row["needles"]) == {"0.2", "0.9"} for row in whole["rows"])
+    found = {name: sum(row["needles"].values()) for name, row in rows.items()}
+    assert found["float16"] == sum(original["needles"].values()) >= 3 and not found["latents, loss, 5%"]
+    assert 400 < whole["document_tokens"] < 600
+    assert needles_by_depth(whole)[0].endswith("| KV, bytes | at 20 % | at 90 % | all |")
+    assert needles_by_depth(whole)[2].endswith(f"| {found['float16']} of 4 |")
     assert memory_answers_table(whole)[2].startswith("| original | 6,144 | 6,144 |")
     assert memory_answers_by_family(whole)[3].startswith("| talk | 3 | 3 |")
     PAGE.write(whole, tmp_path / "whole")
@@ -72,7 +82,7 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     model = outpace.load("default")
-    settings = replace(SETTINGS, families=("talk",), problems=1, fractions=(), tokens=(), batch=1)
+    settings = replace(SETTINGS, families=("talk",), problems=1, fractions=(), tokens=(), batch=1, needles=0)
     real, calls = memory_answers.solve, []
 
     def interrupted(*arguments):
@@ -95,6 +105,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         ({"fractions": (1.5,)}, "fractions 1.5"),
         ({"tokens": (8,)}, "partial KV of 8 tokens"),
         ({"block_size": 0}, "block_size"),
+        ({"depths": (0.5, 1.2)}, r"depths \[0.5, 1.2\]"),
         ({"families": ("sums",)}, "sums"),
     ],
 )

@@ -16,7 +16,7 @@ from outpace.tasks.documents import documents
 from outpace.tasks.families import FAMILIES
 from outpace.tasks.functions import functions
 from outpace.tasks.lists import lists
-from outpace.tasks.lookups import needle, sets, table
+from outpace.tasks.lookups import document, needle, needle_at, sets, table
 from outpace.tasks.measures import DAYS, UNITS, dates, units
 from outpace.tasks.problem import Family, Problem
 from outpace.tasks.stories import stories
@@ -321,3 +321,14 @@ def test_a_family_that_is_too_small_says_so():
     family = Family(make=lambda rng, size: only, sizes=(1, 1), longer=2)
     with pytest.raises(RuntimeError, match="too small"):
         family.draw(random.Random(0), held_out=not only.held_out)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_a_code_stands_at_its_depth(depth):
+    for seed in range(20):
+        problem = needle_at(random.Random(seed), 60, depth)
+        text, question = problem.question.split("\n")
+        sentences = text.split(". ")
+        at = sentences.index(f"The code of the {question[24:-1]} is {problem.answer}" + "." * (depth == 1))
+        assert at == round(depth * (len(sentences) - 1))
+        assert sorted(text) == sorted(document(random.Random(seed), 60)[0])
