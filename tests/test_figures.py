@@ -94,6 +94,7 @@ def test_every_suite_is_published_or_to_be_measured():
         "tasks": "tasks",
         "answers": "answers",
         "memory-answers": "memory-answers",
+        "draft-context": "draft-context",
     }
     assert all((ROOT / "reports" / folder / "report.json").is_file() for folder in published.values())
     missing = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## To be measured")[1]
@@ -213,6 +214,29 @@ def test_what_the_drafts_bring():
     most = sum(method.startswith("DFlash 2") for method in best.values())
     assert len(best) == 16
     assert f"A DFlash 2 is the fastest in {most} of sixteen kinds of problems" in page("drafts.md")
+
+
+def test_what_the_pages_say_of_trainers_and_of_a_long_context():
+    rows = {(r["anchors"], r["dtype"], r["engine"]): r for r in report("draft-training")["rows"]}
+    assert all(not row["mismatched_tokens"] for row in rows.values())
+    settings = (512, "float32"), (64, "float32"), (64, "bfloat16")
+    wide, narrow, rounded = (
+        [rows[*setting, peer]["outpace_over_it"] for peer in ("speculators", "specforge")]
+        for setting in settings
+    )
+    assert min(wide) > 2 and rounded[0] > 1.5
+    text = page("results.md")
+    assert f"takes a step in {1 / wide[0]:.2f} of speculators' time and {1 / wide[1]:.2f} of SpecF" in text
+    assert f"in float32, it is {narrow[0]:.2f} and {narrow[1]:.2f} times as fast" in text
+    assert f"as our recipes have it, {rounded[0]:.2f} and {rounded[1]:.2f} times." in text
+    costs = report("draft-context")
+    seconds = {(c["shape"], c["context"], c["variant"]): c["seconds"] for c in costs["cells"]}
+    kept, formed = (seconds["gpt-oss-20b", 122880, name] for name in ("cached", "recomputed"))
+    text = page("dflash.md")
+    assert f"takes {kept:.2f} s with cached keys and values and {formed:.1f} s where they are" in text
+    assert seconds["draft", 122880, "cached"] < 1.2 * seconds["draft", 2048, "cached"]
+    tau = {r["variant"]: r["tau"] for r in costs["acceptance"] if r["regime"] == "1024+512"}
+    assert f"a tau of {tau['noise cached']:.2f} and not {tau['cached']:.2f} on held-out" in text
 
 
 def test_what_the_results_say_of_the_server():
