@@ -300,7 +300,7 @@ def _body(report: Report) -> list[str]:
     lines += [*memory_answers_by_family(report), LEGEND]
     if not report["settings"]["needles"]:
         return lines
-    about = f"Codes in documents of {report['document_tokens']:,.0f} tokens, by where they stand"
+    about = f"Codes in documents of {report['document_tokens']:,.0f} tokens, by depth"
     return [*lines, f"## {about}", "", *needles_by_depth(report)]
 
 

@@ -86,7 +86,7 @@ def needle(rng: random.Random, size: int) -> Problem:
 
 
 def needle_at(rng: random.Random, size: int, depth: float) -> Problem:
-    """The code that stands behind this share of a document of `size` sentences."""
+    """The code at this depth, a share of a document of `size` sentences."""
     text, codes = document(rng, size)
     owner = rng.choice(list(codes))
     asked = f"The code of the {owner} is {codes[owner]}"

@@ -69,11 +69,11 @@ def test_every_state_is_measured_and_taken_back(model, tmp_path):
     assert both["quality"] != half["quality"] != index["quality"] != original["quality"]
     assert both["memory"]["bytes_read"] < index["memory"]["bytes_read"]
     assert all(set(row["needles"]) == {"0.2", "0.9"} for row in whole["rows"])
-    found = {name: sum(row["needles"].values()) for name, row in rows.items()}
-    assert found["float16"] == sum(original["needles"].values()) >= 3 and not found["latents, loss, 5%"]
+    codes = {name: sum(row["needles"].values()) for name, row in rows.items()}
+    assert codes["float16"] == sum(original["needles"].values()) >= 3 and not codes["latents, loss, 5%"]
     assert 400 < whole["document_tokens"] < 600
     assert needles_by_depth(whole)[0].endswith("| KV, bytes | at 20 % | at 90 % | all |")
-    assert needles_by_depth(whole)[2].endswith(f"| {found['float16']} of 4 |")
+    assert needles_by_depth(whole)[2].endswith(f"| {codes['float16']} of 4 |")
     assert memory_answers_table(whole)[2].startswith("| original | 6,144 | 6,144 |")
     assert memory_answers_by_family(whole)[3].startswith("| talk | 3 | 3 |")
     PAGE.write(whole, tmp_path / "whole")

@@ -324,7 +324,7 @@ def test_a_family_that_is_too_small_says_so():
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_a_code_stands_at_its_depth(depth):
+def test_a_code_is_at_its_depth(depth):
     for seed in range(20):
         problem = needle_at(random.Random(seed), 60, depth)
         text, question = problem.question.split("\n")
