@@ -48,7 +48,7 @@ class MemoryAnswersSettings(ProblemSettings, RetrofitSizes):
     tokens each."""
 
     problems: int = 50
-    needles: int = 8
+    needles: int = 6
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     sentences: int = 400
     methods: tuple[str, ...] = ("loss",)
