@@ -160,7 +160,8 @@ def test_tokens_that_the_embedded_model_has_seen():
 
 
 def test_what_the_results_say_of_answers_with_less_memory():
-    rows = {row["name"]: row for row in report("memory-answers")["rows"]}
+    measured = report("memory-answers")
+    rows = {row["name"]: row for row in measured["rows"]}
     same = ("latents, loss, 75%", *(f"partial KV of {n} tokens, lossless" for n in (128, 64)))
     assert all(rows[name]["unchanged"] == rows[name]["of"] == 192 for name in (*same, "float16"))
     assert "all of 192 answers stay the same" in page("results.md")
@@ -171,6 +172,11 @@ def test_what_the_results_say_of_answers_with_less_memory():
     assert round(1 / (1 - needles["accuracy"])) == 8 and "one in eight of those is not solved" in page(
         "embedded.md"
     )
+    deep = {name: sum(row["needles"].values()) for name, row in rows.items()}
+    asked = measured["settings"]["needles"] * len(measured["settings"]["depths"])
+    least = deep["latents, loss, 25%"], deep["index, 12.5% of the context"], deep["original"]
+    assert least == (14, 14, 14) and asked == 18 and "none of the 14 of 18 codes" in page("embedded.md")
+    assert not deep["partial KV of 64 tokens, lossy"] and deep["partial KV of 64 tokens, lossless"] == 14
     assert 0.45 < 1 - lossy["unchanged"] / 192 < 0.5 and "nearly half of the answers" in page("embedded.md")
 
 
