@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -262,6 +263,7 @@ def compare(
     for engine in engines:
         pipes[engine], other = context.Pipe()
         context.Process(target=work, args=(engine, setting, other), daemon=True).start()
+        other.close()  # so that a process that dies ends its pipe
     for first in range(0, setting.steps, TURN):
         commands = []
         for n in range(first, min(first + TURN, setting.steps)):
@@ -271,13 +273,11 @@ def compare(
             commands.append(pickle.dumps((n, samples, texts)))
         for engine in engines:
             for command in commands:
-                pipes[engine].send_bytes(command)
-                done[engine].append(pipes[engine].recv())
+                done[engine].append(ask(engine, pipes[engine], command))
     rows = []
     for engine in engines:
         out = folder / f"{engine}-{setting.anchors}-{setting.dtype}"
-        pipes[engine].send_bytes(pickle.dumps(out))
-        memory = pipes[engine].recv()
+        memory = ask(engine, pipes[engine], pickle.dumps(out))
         seconds, losses = zip(*done[engine], strict=True)
         rows.append(
             {
@@ -298,6 +298,15 @@ def compare(
         )
         print(line(rows[-1]), flush=True)
     return rows
+
+
+def ask(engine: str, pipe: Connection, command: bytes) -> Any:
+    """-> what the engine's process answers. Raises RuntimeError where it has died."""
+    try:
+        pipe.send_bytes(command)
+        return pipe.recv()
+    except (EOFError, OSError) as error:
+        raise RuntimeError(f"the process of {engine} has ended: its error is above") from error
 
 
 def own(row: TeacherSample) -> TeacherSample:
@@ -349,6 +358,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=int, default=48, help="held out, decoded with every draft")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args(argv)
+    if len(arguments.anchors) != len(arguments.steps):
+        parser.error(f"--steps {arguments.steps}: one number for each of --anchors {arguments.anchors}")
+    for engine in arguments.engines:
+        if engine != OURS and find_spec(engine) is None:
+            parser.error(f"{engine} is not installed: make peers, or leave it out of --engines")
     model, cache = load("default"), TeacherCache.open(arguments.cache)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {

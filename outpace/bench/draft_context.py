@@ -95,9 +95,8 @@ def run_draft_context(
 ) -> Report:
     """-> the report. `prompts`: for each regime of settings.acceptance. A stopped run continues from
     folder/progress.jsonl. The roofline is the highest memory bandwidth read before any cell, and the rate of
-    float32 products. Raises
-    ValueError for a shape too large for the memory, a context past its positions, and a draft of another
-    target."""
+    float32 products. Raises ValueError for a shape too large for the memory, a context past its positions,
+    and a draft of another target."""
     draft.bind(target)
     draft_fingerprint = fingerprint(draft)  # type: ignore[arg-type]
     threads = torch.get_num_threads()

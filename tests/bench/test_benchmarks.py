@@ -11,7 +11,7 @@ from outpace.api import load, load_draft
 from outpace.cli.main import main
 from outpace.formats.export import export_draft, open_target_files
 from outpace.formats.load import describe_draft
-from outpace.teacher.store import TeacherCache
+from outpace.teacher.store import StoreError, TeacherCache
 from outpace.train.data import pack
 from outpace.train.dflash import block_states
 
@@ -46,6 +46,23 @@ def test_a_trainer_of_drafts_runs_and_its_draft_decodes(engine, answers, tmp_pat
     row = report["rows"][-1]
     assert row["engine"] == engine and row["tau"] >= 1 and row["tokens"] and not row["mismatched_tokens"]
     assert len(row["last_losses"]) == 2 and row["peak_gib"] > 0.2 and row["tokens_per_s"] > row["steps_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [(["--steps", "1"], "one number for each of --anchors"), (["--cache", "none"], "none")],
+)
+def test_a_comparison_of_trainers_that_cannot_be(wrong, named, tmp_path, capsys):
+    with pytest.raises((SystemExit, StoreError)) as ended:
+        draft_training.main(["--out", str(tmp_path), "--engines", draft_training.OURS, *wrong])
+    assert named in f"{ended.value}{capsys.readouterr().err}"
+
+
+def test_a_trainer_that_dies_ends_the_comparison(answers, tmp_path):
+    """For its process "dead" is no engine."""
+    setting = draft_training.Setting(8, 1, "float32", 1, answers, tmp_path)
+    with pytest.raises(RuntimeError, match="the process of dead has ended"):
+        draft_training.compare(setting, ["dead"], load("default"), tmp_path, 1)
 
 
 def test_a_dflash_of_speculators_is_ours(answers, tmp_path):
