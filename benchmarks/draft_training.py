@@ -1,8 +1,8 @@
 """Training of a DFlash draft: Outpace, speculators and SpecForge on the same texts, in turn.
 
-    make peers                                     # speculators and SpecForge
-    SAMPLES=4000 STEPS=2 runs/drafts.sh work/peers    # answers of the embedded model, with its states
-    python -m benchmarks.draft_training --cache work/peers/cache --out reports/draft-training
+    make peers          # speculators and SpecForge
+    runs/drafts.sh      # makes work/drafts/cache first: answers of the embedded model, with its states
+    python -m benchmarks.draft_training --cache work/drafts/cache --out reports/draft-training
 
 All begin with the weights of one plain DFlash (no part of DFlash 2, full attention) and take the same texts
 in the same order, the same AdamW and schedule; each draws its own anchors and has its own default loss. Steps
@@ -60,11 +60,9 @@ WEIGHTS = "model.safetensors"
 TURN = 5  # steps before the next engine's turn
 ROW = 4  # texts of a step
 BLOCK = 8
-LR, WARMUP_SHARE = 2e-3, 0.04
 
-Step = Callable[
-    [int, list[int], list[TeacherSample]], float
-]  # number, samples of the cache and their rows -> the loss
+# of a step's number, samples of the cache and their rows -> the loss
+Step = Callable[[int, list[int], list[TeacherSample]], float]
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class Setting:
             anchors=self.anchors // ROW,
             rows=ROW,
             steps=self.steps,
-            lr=LR,
-            warmup_share=WARMUP_SHARE,
+            lr=2e-3,
             bfloat16=self.dtype == "bfloat16",
         )
 
@@ -107,36 +104,34 @@ def ours(setting: Setting, model: Model) -> tuple[Step, nn.Module]:
     start = load_draft(str(setting.start / FORMATS[OURS]), model)
     cache = TeacherCache.open(setting.cache)
     trainer = DFlashTrainer(setting.recipe, model.target, model.tokenizer, cache, cast(Any, start).draft)
-    learners = optimizers(trainer.draft, setting.recipe, trainer.by_adam)
+
+    def loss(n: int, samples: list[int], rows: list[TeacherSample]) -> float:
+        return float(backward([lambda: trainer.loss(n, samples, rows)])["loss"])
+
+    return stepping(loss, trainer.draft, setting), trainer.draft
+
+
+def theirs(loss: Callable[[list[TeacherSample]], Tensor], dtype: str) -> Step:
+    def gradients(n: int, samples: list[int], rows: list[TeacherSample]) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            value = loss(rows)
+        value.backward()
+        return value.item()
+
+    return gradients
+
+
+def stepping(loss: Step, network: nn.Module, setting: Setting) -> Step:
+    """With the optimizer and schedule of `outpace train`."""
+    recipe, learners = setting.recipe, optimizers(network, setting.recipe, ())
+    warmup = max(1, round(recipe.steps * recipe.warmup_share))
 
     def step(n: int, samples: list[int], rows: list[TeacherSample]) -> float:
         for group in learners["adam"].param_groups:
-            group["lr"] = LR * rate(n, setting)
-        loss = backward([lambda: trainer.loss(n, samples, rows)])["loss"]
-        take_step(list(trainer.draft.parameters()), learners.values(), setting.recipe.clip)
-        return float(loss)
-
-    return step, trainer.draft
-
-
-def rate(n: int, setting: Setting) -> float:
-    return warmup_cosine(n, setting.steps, max(1, round(setting.steps * WARMUP_SHARE)))
-
-
-def theirs(loss: Callable[[list[TeacherSample]], Tensor], network: nn.Module, setting: Setting) -> Step:
-    learnt = [p for p in network.parameters() if p.requires_grad]
-    adam = torch.optim.AdamW(learnt, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-    def step(n: int, samples: list[int], rows: list[TeacherSample]) -> float:
-        for group in adam.param_groups:
-            group["lr"] = LR * rate(n, setting)
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == "bfloat16"):
-            value = loss(rows)
-        value.backward()
-        nn.utils.clip_grad_norm_(learnt, setting.recipe.clip)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return value.item()
+            group["lr"] = recipe.lr * warmup_cosine(n, recipe.steps, warmup)
+        value = loss(n, samples, rows)
+        take_step(list(network.parameters()), learners.values(), recipe.clip)
+        return value
 
     return step
 
@@ -176,7 +171,7 @@ def by_speculators(setting: Setting, model: Model) -> tuple[Step, nn.Module]:
         )
         return cast(Tensor, value)
 
-    return theirs(loss, network, setting), network
+    return stepping(theirs(loss, setting.dtype), network, setting), network
 
 
 def by_specforge(setting: Setting, model: Model) -> tuple[Step, nn.Module]:
@@ -214,7 +209,7 @@ def by_specforge(setting: Setting, model: Model) -> tuple[Step, nn.Module]:
         )
         return cast(Tensor, value)
 
-    return theirs(loss, network, setting), draft
+    return stepping(theirs(loss, setting.dtype), network, setting), draft
 
 
 MAKERS = {OURS: ours, SPECULATORS: by_speculators, SPECFORGE: by_specforge}

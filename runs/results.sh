@@ -44,7 +44,7 @@ measure speed "$outpace" bench default --set prompts=32 --set baseline_prompts=6
 measure tasks "$outpace" bench default --suite tasks
 measure tasks-float16 "$outpace" bench default --suite tasks --kv-cache-dtype float16
 measure memory-answers "$outpace" bench default --suite memory-answers --set problems=12
-measure draft-context "$outpace" bench --suite draft-context --set cell_s=4
+measure draft-context "$outpace" bench --suite draft-context --set cell_s=3
 measure serve "$outpace" bench default --suite serve
 measure soak "$outpace" bench default --suite soak
 if "$python" -c 'import llama_cpp' 2> /dev/null; then

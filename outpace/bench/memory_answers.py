@@ -242,7 +242,7 @@ def _memory(target: Decoder, state: State, length: int) -> dict[str, float]:
 
 
 def _lost(row: dict[str, Any]) -> list[float] | None:
-    return None if row.get("lost") is None else [row["lost"]["k"], row["lost"]["v"]]
+    return None if row["lost"] is None else [row["lost"]["k"], row["lost"]["v"]]
 
 
 COLUMNS: Columns = (
